@@ -1,0 +1,1 @@
+"""Durable Timer: a service that makes waiting durable."""

@@ -1,0 +1,1 @@
+"""The moving parts, each with one job."""
