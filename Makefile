@@ -28,7 +28,7 @@ check: $(STAMP) ## lint, format, types, architecture
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy .
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 
 bench: $(STAMP) ## measure throughput and lateness on this machine
 	@$(BIN)/python -m benchmarks.run $(ARGS)

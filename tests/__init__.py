@@ -1,0 +1,1 @@
+"""The tests, one folder a layer; the folder gives each test its marker."""
