@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from timer_service.embedded import find_nats_server
+
 ROOT = Path(__file__).parents[2]
 DRAIN_GRACE_S = 10
 
@@ -27,6 +29,7 @@ SERVICE_KEYS = {
     "restart",
     "stop_grace_period",
     "volumes",
+    "working_dir",
 }
 HEALTHCHECK_KEYS = {"interval", "retries", "start_period", "test", "timeout"}
 OUR_SERVICES = ["notify-consumer", "timer-service"]
@@ -133,11 +136,19 @@ def test_the_broker_runs_the_configuration_that_is_checked_in(services: dict[str
     options = dict(zip(broker["command"][::2], broker["command"][1::2], strict=True))
     targets = {target: source for source, target in mounts(broker)}
     assert targets[options["--config"]] == "./nats/single.conf"
-    assert options["--store_dir"] in targets
+    assert broker["working_dir"] in targets
     config = (ROOT / "nats/single.conf").read_text(encoding="utf-8")
     monitoring = re.search(r'^http: "127\.0\.0\.1:(\d+)"', config, re.MULTILINE)
     assert monitoring is not None
+    assert 'store_dir: ".' in config
     assert broker["healthcheck"]["test"][-1] == f"http://127.0.0.1:{monitoring[1]}/healthz"
+
+
+def test_the_broker_accepts_its_command_line(services: dict[str, Service]) -> None:
+    paths = {target: str(ROOT / source) for source, target in mounts(services["broker"])}
+    command = [paths.get(word, word) for word in services["broker"]["command"]]
+    done = subprocess.run([find_nats_server(), *command, "-t"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", OUR_SERVICES)
