@@ -1,0 +1,21 @@
+"""The broker's names that the benchmarks touch, as the contract fixes them (section 5)."""
+
+START_SUBJECT = "durable_timer.commands.start.v1"
+COMPLETE_SUBJECT = "durable_timer.commands.complete.v1"
+COMMAND_SUBJECTS = "durable_timer.commands.>"
+WAKE_PREFIX = "durable_timer.wake.v1."
+SCHEDULE_PREFIX = "durable_timer.schedule.v1."
+RESUME_SUBJECT = "triggers.v2.durable_timer.resume.v1"
+TERMINAL_PREFIX = "durable_timer.terminal.v1."
+STATE_PREFIX = "$KV.DURABLE_TIMER_STATE."
+
+STATE_BUCKET = "DURABLE_TIMER_STATE"
+STATE_STREAM = "KV_DURABLE_TIMER_STATE"
+COMMANDS_STREAM = "DURABLE_TIMER_COMMANDS"
+SCHEDULES_STREAM = "DURABLE_TIMER_SCHEDULES"
+RESUMES_STREAM = "DURABLE_TIMER_RESUMES"
+TERMINALS_STREAM = "DURABLE_TIMER_TERMINALS"
+
+COMMAND_CONSUMER = "DURABLE_TIMER_COMMAND_SERVICE"
+WAKE_CONSUMER = "DURABLE_TIMER_WAKE_SERVICE"
+RESUME_CONSUMER = "NOTIFY_TRIGGERS_DURABLE_TIMER_RESUME"
