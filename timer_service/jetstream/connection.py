@@ -1,0 +1,167 @@
+"""The one connection of a process: it comes back by itself, and says when it went and when it returned."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import nats
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from timer_service.errors import (
+    Ambiguous,
+    BrokerError,
+    Forbidden,
+    NotFound,
+    RequestRefused,
+    StorageFull,
+    Unavailable,
+)
+
+PENDING_BYTES = 256 * 2**20
+_RECONNECT_WAIT_S = 0.1
+_CONNECT_TIMEOUT_S = 2
+_PING_INTERVAL_S = 5
+_STORAGE_CODES = frozenset({10023, 10028, 10047, 10076, 10077, 10122})
+_NOT_FOUND_CODES = frozenset({10014, 10037, 10059})
+
+Listener = Callable[[], None]
+
+
+class Connection:
+    """A nats-py client with listeners. ``connected`` is None until the first connection."""
+
+    def __init__(self, url: str, *, name: str, creds: str | None = None, timeout_ms: int = 5000) -> None:
+        self.url = url
+        self.name = name
+        self.timeout_s = timeout_ms / 1000
+        self.last_error: str | None = None
+        self.permission_errors: dict[str, None] = {}
+        self.closed = asyncio.Event()
+        self._creds = creds
+        self._client: Client | None = None
+        self._lost: list[Listener] = []
+        self._returned: list[Listener] = []
+
+    async def open(self) -> None:
+        """Connect; keeps trying until the broker is there. Cancel it to give up."""
+        options: dict[str, Any] = {"user_credentials": self._creds} if self._creds else {}
+        self._client = await nats.connect(
+            self.url,
+            name=self.name,
+            connect_timeout=_CONNECT_TIMEOUT_S,
+            reconnect_time_wait=_RECONNECT_WAIT_S,
+            max_reconnect_attempts=-1,
+            ping_interval=_PING_INTERVAL_S,
+            pending_size=PENDING_BYTES,
+            skip_subject_validation=True,  # every subject is built in topology.py or checked there
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnected,
+            reconnected_cb=self._on_reconnected,
+            closed_cb=self._on_closed,
+            **options,
+        )
+        self.last_error = None
+
+    async def close(self) -> None:
+        """Write out what was published and close. Repeating it does nothing."""
+        if self._client is not None and not self._client.is_closed:
+            await self._client.close()
+
+    @property
+    def client(self) -> Client:
+        if self._client is None:
+            raise Unavailable(f"not connected to {self.url} yet")
+        return self._client
+
+    @property
+    def connected(self) -> bool:
+        return self._client is not None and self._client.is_connected
+
+    @property
+    def max_payload(self) -> int:
+        return self.client.max_payload
+
+    @property
+    def server_version(self) -> str:
+        version = self.client.connected_server_version
+        return f"{version.major}.{version.minor}.{version.patch}"
+
+    def on_lost(self, listener: Listener) -> None:
+        """``listener`` is called when the connection is lost."""
+        self._lost.append(listener)
+
+    def on_returned(self, listener: Listener) -> None:
+        """``listener`` is called when the connection is there again."""
+        self._returned.append(listener)
+
+    def forget(self, listener: Listener) -> None:
+        """Call ``listener`` no more. Repeating it does nothing."""
+        self._lost = [known for known in self._lost if known != listener]
+        self._returned = [known for known in self._returned if known != listener]
+
+    async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> Any:
+        """A plain subscription without limits of its own: those who ask for messages bound what is on its way."""
+        return await self.client.subscribe(subject, cb=callback, pending_msgs_limit=0, pending_bytes_limit=0)
+
+    async def publish(self, subject: str, data: bytes = b"", reply: str = "") -> None:
+        """A core publish. Raises Unavailable when the client can't take it."""
+        try:
+            await self.client.publish(subject, data, reply)
+        except (nats.errors.Error, OSError) as error:
+            raise Unavailable(str(error)) from error
+
+    async def api(self, name: str, body: object = None) -> dict[str, Any]:
+        """One request to ``$JS.API.<name>``. Raises the matching BrokerError; Ambiguous on a time-out."""
+        data = b"" if body is None else msgspec.json.encode(body)
+        reply = await self.request(f"$JS.API.{name}", data)
+        answer: dict[str, Any] = msgspec.json.decode(reply)
+        if "error" in answer:
+            raise api_error(answer["error"], name)
+        return answer
+
+    async def request(self, subject: str, data: bytes = b"") -> bytes:
+        """One core request. Raises Unavailable (nobody listens), Ambiguous (no answer in time)."""
+        try:
+            message = await self.client.request(subject, data, timeout=self.timeout_s)
+        except nats.errors.NoRespondersError:
+            raise Unavailable(f"nobody answers on {subject}") from None
+        except (nats.errors.TimeoutError, TimeoutError):
+            raise Ambiguous(f"no answer on {subject} within {self.timeout_s:g} s") from None
+        except (nats.errors.Error, OSError) as error:
+            raise Unavailable(str(error)) from error
+        return message.data
+
+    async def _on_error(self, error: Exception) -> None:
+        self.last_error = str(error) or type(error).__name__
+        if "permissions violation" in self.last_error.lower():
+            self.permission_errors[self.last_error] = None
+
+    async def _on_disconnected(self) -> None:
+        for listener in self._lost:
+            listener()
+
+    async def _on_reconnected(self) -> None:
+        self.permission_errors.clear()
+        for listener in self._returned:
+            listener()
+
+    async def _on_closed(self) -> None:
+        self.closed.set()
+
+
+def api_error(error: dict[str, Any], about: str) -> BrokerError:
+    """The exception for an ``error`` object of the JetStream API."""
+    code, err_code = error.get("code", 0), error.get("err_code", 0)
+    text = f"{about}: {error.get('description', 'refused')} ({err_code or code})"
+    if err_code in _STORAGE_CODES:
+        return StorageFull(text)
+    if err_code in _NOT_FOUND_CODES or code == 404:
+        return NotFound(text)
+    if code in (401, 403):
+        return Forbidden(text)
+    return RequestRefused(text, err_code)

@@ -1,0 +1,206 @@
+"""Creating what is missing on the broker, and saying precisely what is wrong with what is there.
+
+Nothing is ever deleted or emptied, and neither retention nor storage is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from timer_service.errors import BrokerError, Forbidden, NotFound
+from timer_service.jetstream import topology
+from timer_service.jetstream.connection import Connection
+from timer_service.jetstream.topology import ConsumerSpec, Sizes, StreamSpec
+
+MIN_SERVER = (2, 12, 0)
+
+Api = Callable[..., Any]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Something wrong on the broker: a code, the resource, and a sentence that says what is and what must be."""
+
+    code: str
+    resource: str
+    message: str
+
+
+class Provisioner:
+    """Works on one account. All its methods may be repeated."""
+
+    def __init__(self, connection: Connection, sizes: Sizes) -> None:
+        self._api = connection.api
+        self._connection = connection
+        self._sizes = sizes
+        self._streams = topology.streams(sizes)
+
+    async def provision(self) -> list[str]:
+        """Create what is missing and widen what is safe to widen; returns what was done, one line each.
+
+        Raises BrokerError, naming the resource that could not be made.
+        """
+        done: list[str] = []
+        for spec in self._streams:
+            done += await self._provision_stream(spec)
+        for consumer in topology.CONSUMERS:
+            done += await self._provision_consumer(consumer)
+        return done
+
+    async def create_missing(self) -> list[str]:
+        """As ``provision``, but leaves what is there as it is."""
+        done: list[str] = []
+        for spec in self._streams:
+            if await self._info(f"STREAM.INFO.{spec.name}") is None:
+                done += await self._create_stream(spec)
+        for consumer in topology.CONSUMERS:
+            done += await self._provision_consumer(consumer)
+        return done
+
+    async def check(self) -> list[Finding]:
+        """What keeps waiting timers from being safe here; empty when all is well. Raises BrokerError."""
+        findings = self._check_server()
+        for spec in self._streams:
+            answer = await self._looked_up(f"STREAM.INFO.{spec.name}", spec.name, findings)
+            if answer is not None:
+                findings += check_stream(spec, answer["config"])
+        for consumer in topology.CONSUMERS:
+            name = f"{consumer.stream} > {consumer.name}"
+            answer = await self._looked_up(f"CONSUMER.INFO.{consumer.stream}.{consumer.name}", name, findings)
+            if answer is not None:
+                findings += check_consumer(consumer, answer["config"])
+        return findings
+
+    def _check_server(self) -> list[Finding]:
+        version = self._connection.server_version
+        if tuple(int(part) for part in version.split(".")) >= MIN_SERVER:
+            return []
+        wanted = ".".join(map(str, MIN_SERVER))
+        return [Finding("server_too_old", "nats-server", f"version is {version}; it must be {wanted} or newer")]
+
+    async def _looked_up(self, request: str, resource: str, findings: list[Finding]) -> dict[str, Any] | None:
+        try:
+            answer = await self._info(request)
+        except Forbidden as error:
+            findings.append(Finding("permission_denied", resource, str(error)))
+            return None
+        if answer is None:
+            findings.append(Finding("missing", resource, "does not exist; run `durable-timer provision`"))
+        return answer
+
+    async def _info(self, request: str) -> dict[str, Any] | None:
+        try:
+            return await self._api(request)
+        except NotFound:
+            return None
+
+    # -- streams ----------------------------------------------------------------------------------------------
+
+    async def _provision_stream(self, spec: StreamSpec) -> list[str]:
+        answer = await self._info(f"STREAM.INFO.{spec.name}")
+        if answer is None:
+            return await self._create_stream(spec)
+        wider, changes = widened(spec, answer["config"])
+        if not changes:
+            return []
+        await self._call(f"STREAM.UPDATE.{spec.name}", wider, spec.name)
+        return [f"widened stream {spec.name}: {', '.join(changes)}"]
+
+    async def _create_stream(self, spec: StreamSpec) -> list[str]:
+        await self._call(f"STREAM.CREATE.{spec.name}", spec.config(self._sizes.replicas), spec.name)
+        return [f"created stream {spec.name}"]
+
+    async def _provision_consumer(self, spec: ConsumerSpec) -> list[str]:
+        if await self._info(f"CONSUMER.INFO.{spec.stream}.{spec.name}") is not None:
+            return []
+        await create_consumer(self._connection, spec)
+        return [f"created consumer {spec.name}"]
+
+    async def _call(self, request: str, body: dict[str, Any], resource: str) -> None:
+        try:
+            await self._api(request, body)
+        except BrokerError as error:
+            raise type(error)(f"{resource}: {error}") from error
+
+
+async def create_consumer(connection: Connection, spec: ConsumerSpec) -> None:
+    """Create a durable consumer; one that is there already with the same settings stays. Raises BrokerError."""
+    body = {"stream_name": spec.stream, "config": spec.config(), "action": "create"}
+    await connection.api(f"CONSUMER.CREATE.{spec.stream}.{spec.name}.{spec.filter_subject}", body)
+
+
+# -- policies -----------------------------------------------------------------------------------------------
+
+_MUST_BE_ON = {
+    topology.STATE_STREAM: ("allow_msg_ttl",),
+    topology.SCHEDULES: ("allow_msg_ttl", "allow_msg_schedules"),
+}
+_MUST_BE_OFF = {
+    topology.COMMANDS: ("allow_msg_ttl", "allow_rollup_hdrs"),
+    topology.RESUMES: ("allow_msg_ttl", "allow_rollup_hdrs"),
+}
+_NO_AGE = frozenset({topology.STATE_STREAM, topology.SNAPSHOTS, topology.COMMANDS, topology.RESUMES})
+_KEEPS_OLD = _NO_AGE | {topology.TERMINALS}
+
+
+def check_stream(spec: StreamSpec, config: dict[str, Any]) -> list[Finding]:
+    """Under which policies of this stream waiting data could vanish: field, what it is, what it must be."""
+    wrong: list[tuple[str, object, object]] = []
+    for field, must in (("storage", "file"), ("retention", spec.retention)):
+        if config.get(field) != must:
+            wrong.append((field, config.get(field), must))
+    if spec.name in _KEEPS_OLD and config.get("discard") != "new":
+        wrong.append(("discard", config.get("discard"), "new"))
+    wrong += _wrong_age(spec, config.get("max_age", 0))
+    if config.get("max_bytes", -1) <= 0:
+        wrong.append(("max_bytes", config.get("max_bytes", -1), "a limit in bytes"))
+    if config.get("no_ack"):
+        wrong.append(("no_ack", True, False))
+    wrong += [(field, False, True) for field in _MUST_BE_ON.get(spec.name, ()) if not config.get(field)]
+    wrong += [(field, True, False) for field in _MUST_BE_OFF.get(spec.name, ()) if config.get(field)]
+    missing = [subject for subject in spec.subjects if subject not in config.get("subjects", ())]
+    wrong += [("subjects", config.get("subjects"), f"to include {subject}") for subject in missing]
+    if spec.options.get("max_msgs_per_subject") == 1 and config.get("max_msgs_per_subject") != 1:
+        wrong.append(("max_msgs_per_subject", config.get("max_msgs_per_subject"), 1))
+    return [Finding("bad_policy", spec.name, f"{field} is {is_!r}; it must be {must!r}") for field, is_, must in wrong]
+
+
+def _wrong_age(spec: StreamSpec, max_age: int) -> list[tuple[str, object, object]]:
+    if spec.name in _NO_AGE and max_age:
+        return [("max_age", f"{max_age // topology.NS} s", "0 (never)")]
+    if spec.name == topology.TERMINALS and 0 < max_age < spec.max_age:
+        return [("max_age", f"{max_age // topology.NS} s", f"{spec.max_age // topology.NS} s or longer")]
+    return []
+
+
+def check_consumer(spec: ConsumerSpec, config: dict[str, Any]) -> list[Finding]:
+    """Under which policies of this consumer messages could be lost or starve."""
+    must = {"ack_policy": "explicit", "filter_subject": spec.filter_subject}
+    wrong: list[tuple[str, object, object]] = [
+        (field, config.get(field), value) for field, value in must.items() if config.get(field) != value
+    ]
+    if config.get("max_deliver", -1) > 0:
+        wrong.append(("max_deliver", config["max_deliver"], -1))
+    if config.get("max_ack_pending", -1) > 0:
+        wrong.append(("max_ack_pending", config["max_ack_pending"], -1))
+    return [
+        Finding("bad_policy", f"{spec.stream} > {spec.name}", f"{field} is {is_!r}; it must be {value!r}")
+        for field, is_, value in wrong
+    ]
+
+
+def widened(spec: StreamSpec, config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """``config`` with larger limits and missing subjects, and what changed in words."""
+    wider, changes = dict(config), []
+    for field, want in (("max_bytes", spec.max_bytes), ("max_age", spec.max_age)):
+        have = config.get(field, 0)
+        if 0 < have < want:
+            wider[field] = want
+            changes.append(f"{field} {have} -> {want}")
+    missing = [subject for subject in spec.subjects if subject not in config["subjects"]]
+    if missing:
+        wider["subjects"] = [*config["subjects"], *missing]
+        changes.append(f"subjects + {', '.join(missing)}")
+    return wider, changes

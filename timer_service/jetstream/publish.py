@@ -1,0 +1,197 @@
+"""The pipelined publisher: one inbox, many in flight, one sweeping time-out.
+
+``publish`` and ``request`` cost one message out and one in. The reply resolves a ``Pending``, which resumes the
+waiting fiber in the same stack. When the connection is lost everything in flight becomes ``Ambiguous`` at
+once: its reply will not come, and whoever waits can read back as soon as the broker is there again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any
+
+import msgspec
+import nats.errors
+from nats.aio.msg import Msg
+
+from timer_service.errors import Ambiguous, BrokerError, NotFound, RequestRefused, Unavailable, WrongRevision
+from timer_service.fibers import Pending
+from timer_service.jetstream.connection import Connection, api_error
+
+_SWEEP_S = 0.25
+_WRONG_SEQUENCE = frozenset({10071, 10164})
+
+
+class _Error(msgspec.Struct):
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class Ack(msgspec.Struct):
+    """The broker has stored a message: where, and whether its ``Nats-Msg-Id`` was known already.
+
+    A duplicate's ``seq`` is that of the first copy; it says nothing about that copy being there still.
+    """
+
+    stream: str = ""
+    seq: int = 0
+    duplicate: bool = False
+    error: _Error | None = None
+
+
+_acks = msgspec.json.Decoder(Ack)
+
+
+class Message(msgspec.Struct):
+    """A stored message as a direct get returns it."""
+
+    subject: str
+    seq: int
+    headers: Mapping[str, str]
+    data: bytes
+
+
+Reader = Callable[[Msg], Any]
+
+
+class Publisher:
+    """Publishes with acknowledgement, and asks, on one connection. Use it from one event loop."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._timeout_s = connection.timeout_s
+        self._tokens = count()
+        self._inflight: dict[str, tuple[Pending[Any], Reader, float]] = {}
+        self._prefix = ""
+        self._now: Callable[[], float] = lambda: 0.0
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Subscribe to the inbox. The connection must be open."""
+        self._now = asyncio.get_running_loop().time
+        inbox = self._connection.client.new_inbox()
+        self._prefix = f"{inbox}."
+        await self._connection.subscribe(f"{inbox}.*", self._on_reply)
+        self._connection.on_lost(self.fail_all)
+        self._sweeper = asyncio.create_task(self._sweep(), name="publisher.sweep")
+
+    async def stop(self) -> None:
+        """Stop sweeping. What is in flight becomes Ambiguous."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        self.fail_all()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._inflight)
+
+    async def publish(self, subject: str, data: bytes, headers: dict[str, str] | None = None) -> Ack:
+        """Store one message; returns when the broker has it.
+
+        Raises WrongRevision, StorageFull, Unavailable, Forbidden or RequestRefused (it was not stored), or
+        Ambiguous (it may have been).
+        """
+        pending: Pending[Ack] = await self._send(subject, data, headers, _read_ack)
+        return await pending
+
+    async def send(self, subject: str, data: bytes, headers: dict[str, str] | None = None) -> Pending[Ack]:
+        """As ``publish``, but returns as soon as the message is on its way; await the result for the ack."""
+        return await self._send(subject, data, headers, _read_ack)
+
+    async def direct_get(self, stream: str, subject: str) -> Message | None:
+        """The newest message on ``subject``, None when there is none. Any replica may answer."""
+        pending = await self._send(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"", None, _read_message)
+        return await pending  # type: ignore[no-any-return]
+
+    async def direct_get_seq(self, stream: str, seq: int) -> Message | None:
+        """The message with sequence ``seq``, None when it is not there."""
+        body = b'{"seq":%d}' % seq
+        pending = await self._send(f"$JS.API.DIRECT.GET.{stream}", body, None, _read_message)
+        return await pending  # type: ignore[no-any-return]
+
+    async def api(self, name: str, body: object = None) -> dict[str, Any]:
+        """One request to ``$JS.API.<name>``, pipelined. Raises the matching BrokerError."""
+        data = b"" if body is None else msgspec.json.encode(body)
+        pending = await self._send(f"$JS.API.{name}", data, None, _read_api)
+        return await pending  # type: ignore[no-any-return]
+
+    async def _send(self, subject: str, data: bytes, headers: dict[str, str] | None, read: Reader) -> Pending[Any]:
+        token = str(next(self._tokens))
+        pending: Pending[Any] = Pending()
+        self._inflight[token] = (pending, read, self._now() + self._timeout_s)
+        try:
+            await self._connection.client.publish(subject, data, self._prefix + token, headers)
+        except (nats.errors.Error, OSError) as error:
+            self._inflight.pop(token, None)
+            raise Unavailable(f"{subject}: {error!r}") from error
+        return pending
+
+    async def _on_reply(self, message: Msg) -> None:
+        entry = self._inflight.pop(message.subject[len(self._prefix) :], None)
+        if entry is None:
+            return
+        pending, read, _ = entry
+        try:
+            value = read(message)
+        except (BrokerError, msgspec.MsgspecError) as error:
+            pending.fail(error if isinstance(error, BrokerError) else RequestRefused(f"unreadable reply: {error}"))
+        else:
+            pending.resolve(value)
+
+    def fail_all(self) -> None:
+        """Everything in flight becomes Ambiguous."""
+        inflight, self._inflight = self._inflight, {}
+        for pending, _, _ in inflight.values():
+            pending.fail(Ambiguous("the connection was lost before the broker's reply came"))
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            now = self._now()
+            late = []
+            for token, (_, _, deadline) in self._inflight.items():
+                if deadline > now:
+                    break  # insertion order is deadline order
+                late.append(token)
+            for token in late:
+                pending = self._inflight.pop(token)[0]
+                pending.fail(Ambiguous(f"no reply from the broker within {self._timeout_s:g} s"))
+
+
+def _read_ack(message: Msg) -> Ack:
+    if not message.data:
+        raise Unavailable("no stream takes this subject")
+    ack = _acks.decode(message.data)
+    if ack.error is not None:
+        raise _refusal(ack.error)
+    return ack
+
+
+def _refusal(error: _Error) -> BrokerError:
+    if error.err_code in _WRONG_SEQUENCE:
+        last = error.description.rsplit(" ", 1)[-1]
+        return WrongRevision(error.description, int(last) if last.isdigit() else None)
+    return api_error({"code": error.code, "err_code": error.err_code, "description": error.description}, "publish")
+
+
+def _read_message(message: Msg) -> Message | None:
+    headers = message.headers or {}
+    status = headers.get("Status")
+    if status == "404":
+        return None
+    if status is not None or "Nats-Sequence" not in headers:
+        raise Unavailable(f"direct get: {headers.get('Description') or status or 'nobody answers'}")
+    return Message(headers["Nats-Subject"], int(headers["Nats-Sequence"]), headers, message.data)
+
+
+def _read_api(message: Msg) -> dict[str, Any]:
+    if not message.data:
+        raise Unavailable("nobody answers")
+    answer: dict[str, Any] = msgspec.json.decode(message.data)
+    if "error" in answer:
+        error = answer["error"]
+        raise NotFound(str(error)) if error.get("code") == 404 else api_error(error, "request")
+    return answer

@@ -1,0 +1,222 @@
+"""Every name, subject and policy on the broker, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+STATE_BUCKET = "DURABLE_TIMER_STATE"
+STATE_STREAM = f"KV_{STATE_BUCKET}"
+LEASE_BUCKET = "DURABLE_TIMER_LEASES"
+LEASE_STREAM = f"KV_{LEASE_BUCKET}"
+COMMANDS = "DURABLE_TIMER_COMMANDS"
+SNAPSHOTS = "DURABLE_TIMER_SNAPSHOTS"
+SCHEDULES = "DURABLE_TIMER_SCHEDULES"
+RESUMES = "DURABLE_TIMER_RESUMES"
+TERMINALS = "DURABLE_TIMER_TERMINALS"
+REJECTIONS = "DURABLE_TIMER_REJECTIONS"
+
+COMMAND_CONSUMER = "DURABLE_TIMER_COMMAND_SERVICE"
+WAKE_CONSUMER = "DURABLE_TIMER_WAKE_SERVICE"
+RESUME_CONSUMER = "NOTIFY_TRIGGERS_DURABLE_TIMER_RESUME"
+
+STATE_PREFIX = f"$KV.{STATE_BUCKET}."
+STATE_FILTER = f"{STATE_PREFIX}>"
+COMMAND_FILTER = "durable_timer.commands.>"
+WAKE_PREFIX = "durable_timer.wake.v1."
+WAKE_FILTER = f"{WAKE_PREFIX}>"
+SCHEDULE_FILTER = "durable_timer.schedule.v1.>"
+SNAPSHOT_PREFIX = "durable_timer.snapshot.v1."
+TERMINAL_PREFIX = "durable_timer.terminal.v1."
+REJECTED_PREFIX = "durable_timer.rejected.v1."
+RESUME_SUBJECT = "triggers.v2.durable_timer.resume.v1"
+
+REPLY_HEADER = "Durable-Timer-Reply"
+SUMMARY_HEADER = "Durable-Timer-State"
+EXPECTED_HEADER = "Nats-Expected-Last-Subject-Sequence"
+MSG_ID_HEADER = "Nats-Msg-Id"
+TTL_HEADER = "Nats-TTL"
+KV_OPERATION_HEADER = "KV-Operation"
+
+WAKE_TTL_S = 120
+ACK_WAIT_S = 5
+DUPLICATE_WINDOW_S = 120
+REJECTIONS_MAX_AGE_S = 7 * 86_400
+REJECTIONS_MAX_BYTES = 256 * 2**20
+SCHEDULES_MAX_BYTES = 256 * 2**20
+LEASES_MAX_BYTES = 2**20
+NS = 1_000_000_000
+
+
+def state_subject(timer_ref: str) -> str:
+    return STATE_PREFIX + timer_ref
+
+
+def wake_subject(timer_ref: str) -> str:
+    return WAKE_PREFIX + timer_ref
+
+
+def snapshot_subject(timer_ref: str, generation: int) -> str:
+    return f"{SNAPSHOT_PREFIX}{timer_ref}.{generation}"
+
+
+def terminal_subject(timer_ref: str) -> str:
+    return TERMINAL_PREFIX + timer_ref
+
+
+def rejected_subject(kind: str) -> str:
+    return REJECTED_PREFIX + kind
+
+
+def command_subject(kind: str) -> str:
+    return f"durable_timer.commands.{kind}.v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Room and replicas, from the settings."""
+
+    replicas: int = 1
+    state_bytes: int = 2**30
+    snapshots_bytes: int = 2**30
+    commands_bytes: int = 2**30
+    resumes_bytes: int = 2**30
+    terminals_bytes: int = 2 * 2**30
+    archive_max_age_s: int = 90 * 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSpec:
+    """A stream as it is created, and the fields whose drift endangers waiting timers.
+
+    ``fixed`` must be as given; ``widened`` may be raised by ``provision``, never lowered.
+    ``max_age`` is in nanoseconds as on the wire; 0 is "never".
+    """
+
+    name: str
+    subjects: tuple[str, ...]
+    max_bytes: int
+    retention: str = "limits"
+    discard: str = "new"
+    max_age: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, replicas: int) -> dict[str, Any]:
+        """The configuration for ``$JS.API.STREAM.CREATE``."""
+        return {
+            "name": self.name,
+            "subjects": list(self.subjects),
+            "retention": self.retention,
+            "storage": "file",
+            "discard": self.discard,
+            "max_age": self.max_age,
+            "max_bytes": self.max_bytes,
+            "max_msgs": -1,
+            "max_msg_size": -1,
+            "max_msgs_per_subject": -1,
+            "max_consumers": -1,
+            "num_replicas": replicas,
+            "duplicate_window": _window(self.max_age),
+            **self.options,
+        }
+
+
+def _window(max_age: int) -> int:
+    window = DUPLICATE_WINDOW_S * NS
+    return min(window, max_age) if max_age else window
+
+
+_KV_OPTIONS = {
+    "max_msgs_per_subject": 1,
+    "allow_direct": True,
+    "allow_rollup_hdrs": True,
+    "deny_delete": True,
+    "allow_msg_ttl": True,
+}
+
+
+def streams(sizes: Sizes) -> tuple[StreamSpec, ...]:
+    """All streams, in the order in which they are created."""
+    return (
+        StreamSpec(STATE_STREAM, (STATE_FILTER,), sizes.state_bytes, options=_KV_OPTIONS),
+        StreamSpec(LEASE_STREAM, (f"$KV.{LEASE_BUCKET}.>",), LEASES_MAX_BYTES, options=_KV_OPTIONS),
+        StreamSpec(
+            SNAPSHOTS,
+            (f"{SNAPSHOT_PREFIX}>",),
+            sizes.snapshots_bytes,
+            options={"allow_direct": True},
+        ),
+        StreamSpec(
+            TERMINALS,
+            (f"{TERMINAL_PREFIX}>",),
+            sizes.terminals_bytes,
+            max_age=sizes.archive_max_age_s * NS,
+            options={"allow_direct": True},
+        ),
+        StreamSpec(
+            SCHEDULES,
+            (SCHEDULE_FILTER, WAKE_FILTER),
+            SCHEDULES_MAX_BYTES,
+            discard="old",
+            options={"allow_msg_ttl": True, "allow_msg_schedules": True, "allow_direct": True},
+        ),
+        StreamSpec(
+            RESUMES,
+            (RESUME_SUBJECT,),
+            sizes.resumes_bytes,
+            retention="workqueue",
+            options={"allow_direct": True},
+        ),
+        StreamSpec(
+            REJECTIONS,
+            (f"{REJECTED_PREFIX}>",),
+            REJECTIONS_MAX_BYTES,
+            discard="old",
+            max_age=REJECTIONS_MAX_AGE_S * NS,
+        ),
+        StreamSpec(COMMANDS, (COMMAND_FILTER,), sizes.commands_bytes, retention="workqueue"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerSpec:
+    """A durable pull consumer with explicit acks and no limit on pending ones (the pull window bounds memory)."""
+
+    stream: str
+    name: str
+    filter_subject: str
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "durable_name": self.name,
+            "name": self.name,
+            "filter_subject": self.filter_subject,
+            "deliver_policy": "all",
+            "ack_policy": "explicit",
+            "ack_wait": ACK_WAIT_S * NS,
+            "max_deliver": -1,
+            "max_ack_pending": -1,
+            "max_waiting": 512,
+            "replay_policy": "instant",
+        }
+
+
+COMMAND_SERVICE = ConsumerSpec(COMMANDS, COMMAND_CONSUMER, COMMAND_FILTER)
+WAKE_SERVICE = ConsumerSpec(SCHEDULES, WAKE_CONSUMER, WAKE_FILTER)
+RESUME_SERVICE = ConsumerSpec(RESUMES, RESUME_CONSUMER, RESUME_SUBJECT)
+CONSUMERS = (COMMAND_SERVICE, WAKE_SERVICE, RESUME_SERVICE)
+
+
+def is_literal_subject(subject: str, prefix: str = "") -> bool:
+    """Whether this is safe to publish on: printable ASCII, no wildcard, no empty token, below ``prefix``.
+
+    Anything else could break the whole connection.
+    """
+    return (
+        subject.startswith(prefix)
+        and 0 < len(subject) <= 512
+        and subject.isascii()
+        and subject.isprintable()
+        and not any(char in subject for char in " *>")
+        and all(subject.split("."))
+    )
