@@ -1,0 +1,134 @@
+"""The reconciler: a scan of all state at the start, every hour, and whenever the broker gives reason to doubt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Protocol
+
+from timer_service import events
+from timer_service.clock import Clock
+from timer_service.domain.model import Phase
+from timer_service.errors import BrokerError
+from timer_service.metrics import Metrics
+from timer_service.ports import StreamState
+from timer_service.runtime.driver import Armed, Driver
+from timer_service.runtime.feed import Feed
+from timer_service.runtime.lanes import Lanes
+from timer_service.runtime.resumes import ResumeService
+from timer_service.runtime.terminals import Terminals
+
+EVIDENCE_INTERVAL_S = 2.0
+DUPLICATE_WINDOW_MS = 100_000
+"""A little less than the broker's: inside it a resume may be published again under its first id at no cost."""
+
+
+class Sweeper(Protocol):
+    """Removes what nothing refers to any more."""
+
+    async def sweep(self, referred: set[int], before_ms: int) -> int:
+        """Delete snapshots not in ``referred`` and stored before ``before_ms``; returns how many."""
+        ...
+
+
+class Reconciler:
+    """Compares what is armed with what is stored, and mends the difference. It never blocks normal work."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        feed: Feed,
+        driver: Driver,
+        lanes: Lanes,
+        resumes: ResumeService,
+        terminals: Terminals,
+        sweeper: Sweeper,
+        look: Callable[[], Awaitable[StreamState]],
+        metrics: Metrics,
+        log: Any,
+        *,
+        interval_ms: int,
+        snapshot_grace_ms: int,
+    ) -> None:
+        self._clock = clock
+        self._feed = feed
+        self._driver = driver
+        self._lanes = lanes
+        self._resumes = resumes
+        self._terminals = terminals
+        self._sweeper = sweeper
+        self._look = look
+        self._metrics = metrics
+        self._log = log
+        self._interval_ms = interval_ms
+        self._grace_ms = snapshot_grace_ms
+        self._created = ""
+        driver.look_after = self._look_after
+
+    async def run(self) -> None:
+        """Mend what a crash left, then watch and scan until cancelled."""
+        await self._feed.ready.wait()
+        self._after_start()
+        last_scan_ms = self._clock.now_ms()
+        await self._sweep()
+        while True:
+            await asyncio.sleep(EVIDENCE_INTERVAL_S)
+            evidence = await self._evidence()
+            if evidence is not None or self._clock.now_ms() - last_scan_ms >= self._interval_ms:
+                await self._scan(evidence)
+                last_scan_ms = self._clock.now_ms()
+
+    def _look_after(self, armed: Armed) -> None:
+        """What the heap does with timers that do not wait."""
+        step = self._resumes.look_after if armed.phase is Phase.ELAPSED else self._terminals.resume
+        self._lanes.run(armed.key, partial(step, armed))
+
+    def _after_start(self) -> None:
+        """Between "elapsed" in the state and the resume in its stream a crash may have come."""
+        now_ms = self._clock.now_ms()
+        for armed in self._driver.armed():
+            if armed.phase is Phase.ELAPSED and armed.resumed is None and self._just_elapsed(armed, now_ms):
+                self._lanes.run(armed.key, partial(self._resumes.ensure_first, armed))
+
+    def _just_elapsed(self, armed: Armed, now_ms: int) -> bool:
+        return now_ms - armed.since_ms < DUPLICATE_WINDOW_MS
+
+    async def _evidence(self) -> str | None:
+        """A reason to distrust what is armed, None when there is none (or the broker is not there to ask)."""
+        try:
+            state = await self._look()
+        except BrokerError:
+            return None
+        previous, self._created = self._created, state.created
+        if previous and state.created != previous:
+            return "the state stream was created anew"
+        if state.last_seq < self._feed.last_seq:
+            return f"the state stream went back from {self._feed.last_seq} to {state.last_seq}"
+        if len(self._driver) > state.subjects:
+            return f"{len(self._driver)} are armed, and the state has {state.subjects} keys"
+        return None
+
+    async def _scan(self, evidence: str | None) -> None:
+        if evidence is not None:
+            self._log.warning(events.EVIDENCE, reason=evidence)
+        try:
+            repairs = await self._feed.rescan(distrust=evidence is not None)
+            await self._sweep()
+        except BrokerError as error:
+            self._log.warning(events.WORK_FAILED, step="scan", error=str(error))
+            return
+        if evidence is not None:
+            self._after_start()
+        self._log.info(events.SCAN_FINISHED, repairs=repairs, armed=len(self._driver))
+
+    async def _sweep(self) -> None:
+        """Snapshots that lost a race, or whose removal a crash prevented."""
+        referred = {armed.snapshot_seq for armed in self._driver.armed() if armed.snapshot_seq}
+        try:
+            swept = await self._sweeper.sweep(referred, self._clock.now_ms() - self._grace_ms)
+        except BrokerError as error:
+            self._log.info(events.WORK_FAILED, step="sweep", error=str(error))
+            return
+        for _ in range(swept):
+            self._metrics.repair("snapshot_unreferenced")
