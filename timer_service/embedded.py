@@ -223,14 +223,10 @@ class EmbeddedBroker:
                 return
             if time.monotonic() > deadline:
                 self.kill()
-                raise EmbeddedServerError(
-                    f"nats-server was not ready within {_READY_TIMEOUT_S:g} s{self._log_tail()}"
-                )
+                raise EmbeddedServerError(f"nats-server was not ready within {_READY_TIMEOUT_S:g} s{self._log_tail()}")
             time.sleep(_POLL_S)
         complaint = self._drain(process)
-        raise EmbeddedServerError(
-            f"nats-server exited with {process.returncode}{complaint or self._log_tail()}"
-        )
+        raise EmbeddedServerError(f"nats-server exited with {process.returncode}{complaint or self._log_tail()}")
 
     def _drain(self, process: subprocess.Popen[bytes]) -> str:
         """What an ended server said on stderr, where it complains about an unreadable configuration."""

@@ -1,0 +1,304 @@
+"""The client of other services: start, cancel, answer and look at timers.
+
+    async with await TimerClient.connect("nats://127.0.0.1:4222") as timers:
+        await timers.start({"name": "order-42"}, delay_ms=30 * 60_000, payload={"order": 42})
+
+Every command is stored by the broker before a call returns, and by default its outcome is awaited too: then a
+rejection raises ``CommandRejected``. When the outcome does not come in time ``OutcomeUnknown`` is raised: the
+command is stored and will be carried out; calling again with its ``command_id`` is safe and tells what became of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping
+from datetime import datetime
+from types import TracebackType
+from typing import Any, Literal
+
+import msgspec
+
+from timer_service.domain.codes import Code, Status
+from timer_service.domain.identity import TimerRef, derive_timer_ref, is_timer_ref
+from timer_service.errors import BrokerError, CommandRejected, NotStored, OutcomeUnknown, Unavailable
+from timer_service.jetstream import topology
+from timer_service.jetstream.connection import Connection
+from timer_service.jetstream.publish import Publisher
+from timer_service.jetstream.stores import JetStreamArchive, JetStreamSnapshots, JetStreamState
+from timer_service.wire.canonical import canonical_json, strict_loads
+from timer_service.wire.commands import KeyBody, Kind, timer_key
+from timer_service.wire.records import Outcome, encode
+
+DEFAULT_TIMEOUT_MS = 15_000
+_outcomes = msgspec.json.Decoder(Outcome)
+
+TimerName = str | Mapping[str, str]
+"""A timer_ref, or a key object: ``{"name": …}`` or the four lineage parts."""
+
+
+def timer_ref_of(timer: TimerName) -> TimerRef:
+    """The timer_ref of a key object; a timer_ref stays as it is. Raises ValueError."""
+    if isinstance(timer, str):
+        if not is_timer_ref(timer):
+            raise ValueError(f"{timer!r} is not a timer_ref; give a key object such as {{'name': …}}")
+        return TimerRef(timer)
+    return derive_timer_ref(timer_key(msgspec.convert(dict(timer), KeyBody)))
+
+
+def due_body(delay_ms: int | None, at: datetime | str | None, at_ms: int | None) -> dict[str, Any] | None:
+    """The ``due`` object of a command, None when nothing is given. Raises ValueError for a naive datetime."""
+    if isinstance(at, datetime):
+        if at.tzinfo is None:
+            raise ValueError("`at` has no time zone")
+        at = at.isoformat()
+    given = {"delay_ms": delay_ms, "at": at, "at_ms": at_ms}
+    due = {name: value for name, value in given.items() if value is not None}
+    return due or None
+
+
+class TimerClient:
+    """One connection; safe for many concurrent calls from one event loop."""
+
+    def __init__(self, connection: Connection, *, timeout_ms: int = DEFAULT_TIMEOUT_MS) -> None:
+        self._connection = connection
+        self._publisher = Publisher(connection)
+        self._timeout_ms = timeout_ms
+        self._waiting: dict[str, asyncio.Future[Outcome]] = {}
+        self._inbox = ""
+        self._owns_connection = False
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str = "nats://127.0.0.1:4222",
+        *,
+        creds: str | None = None,
+        name: str = "timer-client",
+        connect_timeout_ms: int = 5_000,
+        timeout_ms: int = DEFAULT_TIMEOUT_MS,
+    ) -> TimerClient:
+        """Connect. Raises Unavailable when the broker is not there within ``connect_timeout_ms``."""
+        connection = Connection(url, name=name, creds=creds)
+        try:
+            await asyncio.wait_for(connection.open(), connect_timeout_ms / 1000)
+        except (TimeoutError, OSError):
+            raise Unavailable(f"no broker at {url}: {connection.last_error or 'no answer'}") from None
+        client = cls(connection, timeout_ms=timeout_ms)
+        client._owns_connection = True
+        await client.open()
+        return client
+
+    async def open(self) -> None:
+        """Subscribe for outcomes. Only needed with a connection of your own."""
+        await self._publisher.start()
+        self._inbox = self._connection.client.new_inbox()
+        await self._connection.subscribe(f"{self._inbox}.*", self._on_outcome)
+
+    async def close(self) -> None:
+        """Close what ``connect`` opened. Repeating it does nothing."""
+        await self._publisher.stop()
+        for future in self._waiting.values():
+            future.cancel()
+        if self._owns_connection:
+            await self._connection.close()
+
+    async def __aenter__(self) -> TimerClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # -- commands -------------------------------------------------------------------------------------------
+
+    async def start(
+        self,
+        timer: Mapping[str, str],
+        *,
+        delay_ms: int | None = None,
+        at: datetime | str | None = None,
+        at_ms: int | None = None,
+        payload: Any = None,
+        max_retries: int | None = 0,
+        if_exists: Literal["reject", "replace"] | None = None,
+        edges: Mapping[str, str] | None = None,
+        runtime_sha256: str | None = None,
+        command_id: str | None = None,
+        wait: bool = True,
+        timeout_ms: int | None = None,
+    ) -> Outcome | None:
+        """Start a timer: give exactly one of ``delay_ms``, ``at`` (with a time zone) and ``at_ms``.
+
+        ``max_retries`` None is without limit. A named timer that lives is replaced, a lineage is rejected when its
+        content differs. Repeating a call with the same ``command_id`` and content changes nothing. With
+        ``wait=False`` it returns None as soon as the broker has stored the command.
+        """
+        body = {
+            "timer": dict(timer),
+            "due": due_body(delay_ms, at, at_ms),
+            "max_retries": max_retries,
+            "payload": payload,
+            "if_exists": if_exists,
+            "edges": None if edges is None else dict(edges),
+            "runtime_sha256": runtime_sha256,
+        }
+        return await self.send("start", body, command_id=command_id, wait=wait, timeout_ms=timeout_ms)
+
+    async def cancel(
+        self,
+        timer: TimerName,
+        *,
+        generation: int | None = None,
+        reason: str | None = None,
+        wait_ms: int | None = None,
+        command_id: str | None = None,
+        wait: bool = True,
+        timeout_ms: int | None = None,
+    ) -> Outcome | None:
+        """Cancel a waiting timer. The code ``too_late`` in the outcome says that it had elapsed: the resume stands."""
+        body = {
+            "timer_ref": timer_ref_of(timer),
+            "generation": generation,
+            "reason": reason,
+            "wait_ms": wait_ms,
+        }
+        return await self.send("cancel", body, command_id=command_id, wait=wait, timeout_ms=timeout_ms)
+
+    async def delete(self, timer: TimerName, *, reason: str | None = None) -> bool:
+        """Cancel a timer if it is there; False when it is not (unknown or ended), which is no error."""
+        try:
+            await self.cancel(timer, reason=reason, wait_ms=0)
+        except CommandRejected as rejected:
+            if rejected.code in (Code.UNKNOWN_TIMER, Code.ALREADY_TERMINAL):
+                return False
+            raise
+        return True
+
+    async def complete(
+        self,
+        timer: TimerName,
+        generation: int,
+        fence: int,
+        *,
+        command_id: str | None = None,
+        wait: bool = True,
+        timeout_ms: int | None = None,
+    ) -> Outcome | None:
+        """Answer a resume: the work is done. ``generation`` and ``fence`` as the resume carried them."""
+        body = {"timer_ref": timer_ref_of(timer), "generation": generation, "fence": fence}
+        return await self.send("complete", body, command_id=command_id, wait=wait, timeout_ms=timeout_ms)
+
+    async def retry(
+        self,
+        timer: TimerName,
+        generation: int,
+        fence: int,
+        *,
+        delay_ms: int | None = None,
+        at: datetime | str | None = None,
+        at_ms: int | None = None,
+        command_id: str | None = None,
+        wait: bool = True,
+        timeout_ms: int | None = None,
+    ) -> Outcome | None:
+        """Answer a resume: wait again. Without a due time the last delay is repeated."""
+        body = {
+            "timer_ref": timer_ref_of(timer),
+            "generation": generation,
+            "fence": fence,
+            "due": due_body(delay_ms, at, at_ms),
+        }
+        return await self.send("retry", body, command_id=command_id, wait=wait, timeout_ms=timeout_ms)
+
+    async def fail(
+        self,
+        timer: TimerName,
+        generation: int,
+        fence: int,
+        failure_code: str,
+        message: str | None = None,
+        *,
+        command_id: str | None = None,
+        wait: bool = True,
+        timeout_ms: int | None = None,
+    ) -> Outcome | None:
+        """Answer a resume: the work failed for good. ``failure_code`` is of ``[a-z0-9_]{1,64}``."""
+        body = {
+            "timer_ref": timer_ref_of(timer),
+            "generation": generation,
+            "fence": fence,
+            "failure_code": failure_code,
+            "message": message,
+        }
+        return await self.send("fail", body, command_id=command_id, wait=wait, timeout_ms=timeout_ms)
+
+    async def send(
+        self,
+        kind: Kind,
+        body: Mapping[str, Any],
+        *,
+        command_id: str | None = None,
+        wait: bool = True,
+        timeout_ms: int | None = None,
+    ) -> Outcome | None:
+        """Publish any command; ``v`` and, when absent, a ``command_id`` are filled in.
+
+        Raises CommandRejected, OutcomeUnknown (stored, no outcome within ``timeout_ms``) or NotStored.
+        """
+        chosen = command_id or body.get("command_id") or uuid.uuid4().hex
+        data = canonical_json({**body, "v": 1, "command_id": chosen})
+        if not wait:
+            await self._store(kind, data, {})
+            return None
+        reply, future = self._expect()
+        try:
+            await self._store(kind, data, {topology.REPLY_HEADER: reply})
+            timeout_s = (timeout_ms or self._timeout_ms) / 1000
+            outcome = await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            raise OutcomeUnknown(chosen, str(body.get("timer_ref", ""))) from None
+        finally:
+            self._waiting.pop(reply, None)
+        if outcome.status == Status.REJECTED:
+            raise CommandRejected(outcome)
+        return outcome
+
+    def _expect(self) -> tuple[str, asyncio.Future[Outcome]]:
+        reply = f"{self._inbox}.{uuid.uuid4().hex}"
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._waiting[reply] = future
+        return reply, future
+
+    async def _store(self, kind: Kind, data: bytes, headers: dict[str, str]) -> None:
+        try:
+            await self._publisher.publish(topology.command_subject(kind), data, headers or None)
+        except BrokerError as error:
+            raise NotStored(f"the broker did not confirm the {kind}: {error}") from error
+
+    async def _on_outcome(self, message: Any) -> None:
+        future = self._waiting.pop(message.subject, None)
+        if future is not None and not future.done():
+            future.set_result(_outcomes.decode(message.data))
+
+    # -- looking --------------------------------------------------------------------------------------------
+
+    async def get(self, timer: TimerName, *, payload: bool = True) -> dict[str, Any] | None:
+        """The timer as it is stored: its live state, else its newest terminal record (with ``status``), else None.
+
+        A payload that is kept beside the state is fetched too, unless ``payload`` is False.
+        """
+        timer_ref = timer_ref_of(timer)
+        live = await JetStreamState(self._publisher, replicas=1, tombstone_ttl_s=0).get(timer_ref)
+        stored = live
+        if stored.timer is None:
+            stored = await JetStreamArchive(self._publisher, replicas=1).last(timer_ref)
+        if stored.timer is None:
+            return None
+        record = strict_loads(encode(stored.timer))
+        assert isinstance(record, dict)
+        if payload and stored.timer.snapshot_seq is not None:
+            text = await JetStreamSnapshots(self._publisher).get(stored.timer.snapshot_seq)
+            record["payload"] = strict_loads(bytes(text))
+        return record
