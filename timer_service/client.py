@@ -26,7 +26,7 @@ from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.publish import Publisher
 from timer_service.jetstream.stores import JetStreamArchive, JetStreamSnapshots, JetStreamState
-from timer_service.wire.canonical import canonical_json, strict_loads
+from timer_service.wire.canonical import exact_json, strict_loads
 from timer_service.wire.commands import KeyBody, Kind, timer_key
 from timer_service.wire.records import Outcome, encode
 
@@ -248,7 +248,7 @@ class TimerClient:
         Raises CommandRejected, OutcomeUnknown (stored, no outcome within ``timeout_ms``) or NotStored.
         """
         chosen = command_id or body.get("command_id") or uuid.uuid4().hex
-        data = canonical_json({**body, "v": 1, "command_id": chosen})
+        data = exact_json({**body, "v": 1, "command_id": chosen})
         if not wait:
             await self._store(kind, data, {})
             return None

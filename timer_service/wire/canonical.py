@@ -4,8 +4,8 @@ Both directions keep integers of any size, past the digit limit of `int()` and `
 process-wide limit alone. Both refuse what two readers could understand differently: duplicate keys, NaN,
 Infinity, numbers beyond a double, lone surrogates. What `canonical_json` writes, `strict_loads` reads.
 
-The canonical form is for hashing, not for storing: it writes the doubles 1.0 and -0.0 as 1 and 0, as the
-RFC asks.
+The canonical form is for hashing, not for sending or storing: it writes the doubles 1.0 and -0.0 as 1 and 0, as
+the RFC asks. `exact_json` keeps them.
 """
 
 import json
@@ -154,6 +154,19 @@ def canonical_json(value: object) -> bytes:
         raise MalformedJson(_SURROGATE) from None
 
 
+def exact_json(value: object) -> bytes:
+    """Return a JSON spelling that keeps every value: 1.0 stays 1.0, and members stay in their order.
+
+    For sending. Doubles are written as `repr` does, integers of any size in plain digits. Takes and refuses the
+    same as `canonical_json`; what it writes, `strict_loads` reads back equal, type for type.
+    """
+    _survey(value)
+    try:
+        return _encode(_exact(value))
+    except UnicodeEncodeError:
+        raise MalformedJson(_SURROGATE) from None
+
+
 def payload_sha256(value: object) -> str:
     """Return the lower-case hex SHA-256 of the canonical spelling; raises as `canonical_json` does."""
     return sha256_hex(canonical_json(value))
@@ -237,22 +250,43 @@ def _spelled(value: Any) -> Any:
     return value
 
 
+def _exact(value: Any) -> Any:
+    """Return `value` with ready-made text for the numbers that the encoder spells otherwise or not at all."""
+    kind = type(value)
+    if kind is dict:
+        exact = {}
+        for key, inner in value.items():
+            exact[key] = _exact(inner)
+        return exact
+    if kind is list:
+        return list(map(_exact, value))
+    if kind is float:
+        return msgspec.Raw(_finite(value).encode())
+    if kind is int and value.bit_length() > _CHUNK_BITS:
+        return msgspec.Raw(_long_digits(value).encode())
+    return value
+
+
 def _utf16(text: str) -> bytes:
     return text.encode("utf-16-be")
 
 
 def _es6_number(value: float) -> str:
     """Return `value` as ECMAScript writes it: the same shortest digits as in Python, differently laid out."""
-    if not isfinite(value):
-        raise MalformedJson(f"{value} is not a JSON number")
+    text = _finite(value)
     if value == 0:
         return "0"  # -0.0 too
-    text = repr(value)
     mantissa, scientific, exponent = text.partition("e")
     if not scientific:
         return text.removesuffix(".0")
     whole, _, fraction = mantissa.lstrip("-").partition(".")
     return "-" * (value < 0) + _laid_out(whole + fraction, int(exponent) + 1)
+
+
+def _finite(value: float) -> str:
+    if not isfinite(value):
+        raise MalformedJson(f"{value} is not a JSON number")
+    return repr(value)
 
 
 def _laid_out(digits: str, point: int) -> str:
