@@ -156,9 +156,7 @@ def test_sha256_hex():
 # ── depth ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
-    "inmost", [None, 7, 1.5, "x", 10**5_000], ids=["empty", "int", "float", "str", "long"]
-)
+@pytest.mark.parametrize("inmost", [None, 7, 1.5, "x", 10**5_000], ids=["empty", "int", "float", "str", "long"])
 def test_256_levels_are_taken_and_257_refused(inmost: object):
     """Both directions count containers in one another, and stop at the same number."""
     text = canonical_json(nested(MAX_DEPTH, inmost))
@@ -170,13 +168,16 @@ def test_256_levels_are_taken_and_257_refused(inmost: object):
             strict_loads(deeper)
 
 
-def test_depth_works_from_a_deep_stack():
-    """A caller some hundred frames down has the same limits: the slow way takes one frame per level."""
+@pytest.mark.parametrize("shape", [("[", "]"), ('{"k":', "}")], ids=["lists", "objects"])
+def test_depth_works_from_a_deep_stack(shape: tuple[str, str]):
+    """A caller some hundred frames down has the same limits: no way takes more than one frame per level."""
+    opening, closing = shape
+    text = (opening * MAX_DEPTH + "1.5" + closing * MAX_DEPTH).encode()
 
     def from_below(frames: int) -> bytes:
-        return from_below(frames - 1) if frames else canonical_json(nested(MAX_DEPTH, 1.5))
+        return from_below(frames - 1) if frames else canonical_json(strict_loads(text))
 
-    assert from_below(400).endswith(b"1.5" + b"}]" * (MAX_DEPTH // 2))
+    assert from_below(600) == text
 
 
 def test_many_brackets_are_not_deep():
@@ -341,6 +342,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "low surrogate": (b'"x\\uDFFF"', "lone surrogate in a string, at character 2"),
     "halves the wrong way round": (b'"\\ude00\\ud83d"', "lone surrogate in a string, at character 1"),
     "two high halves and a low one": (b'"\\ud83d\\ud83d\\ude00"', "lone surrogate .* at character 1$"),
+    "two low halves": (b'"\\ude00\\ude01"', "lone surrogate in a string, at character 1"),
     "halves with something between": (b'"\\ud83d \\ude00"', "lone surrogate in a string, at character 1"),
     "halves with an escape between": (b'"\\ud83d\\n\\ude00"', "lone surrogate"),
     "halves in two strings": (b'["\\ud83d","\\ude00"]', "lone surrogate in a string, at character 2"),

@@ -118,6 +118,7 @@ def test_remove_from_the_middle_lifts_by_seq_too():
     entries = {key: Entry(key, 0, seq) for key, seq in zip("rLRabcd", (0, 50, 1, 60, 70, 2, 3), strict=True)}
     heap = IndexedHeap.build(entries.values())
     heap.remove(entries["a"])
+    assert heap.items() == ["r", "d", "R", "L", "b", "c"]
     assert drained(heap) == ["r", "R", "c", "d", "L", "b"]
 
 
@@ -140,21 +141,23 @@ def test_remove_the_last_place_and_the_only_entry():
 
 
 @pytest.mark.parametrize(
-    ("key", "at", "seq", "order"),
+    ("key", "at", "seq", "array", "order"),
     [
-        ("c", 0, 3, "cebda"),  # up to the top
-        ("e", 9, 5, "bdace"),  # down to the end
-        ("a", 3, 3, "ebadc"),  # up to between two of the same time
-        ("b", 3, 6, "edbac"),  # behind its equal
-        ("b", 3, 2, "ebdac"),  # not at all
-        ("d", 4, 4, "ebdac"),  # later, but no place further
+        ("c", 0, 3, "cbead", "cebda"),  # up to the top
+        ("e", 9, 5, "bdcae", "bdace"),  # down to the end
+        ("a", 3, 1, "eacbd", "eabdc"),  # up before two of the same time
+        ("d", 3, 1, "edcab", "edbac"),  # up by its seq alone
+        ("b", 3, 6, "edcab", "edbac"),  # down by its seq alone
+        ("b", 3, 2, "ebcad", "ebdac"),  # not at all
+        ("d", 4, 4, "ebcad", "ebdac"),  # later, but nowhere else
     ],
 )
-def test_update_moves_an_entry(key: str, at: int, seq: int, order: str):
+def test_update_moves_an_entry(key: str, at: int, seq: int, array: str, order: str):
     """Update moves the entry to its new time, in both directions, and keeps it the same entry."""
     heap, entries = example()
     heap.update(entries[key], at, seq)
     assert (entries[key].at, entries[key].seq) == (at, seq)
+    assert "".join(heap.items()) == array
     assert [entries[k].index for k in heap.items()] == list(range(5))
     assert drained(heap) == list(order)
 
@@ -173,6 +176,9 @@ def test_an_entry_that_is_not_in_this_heap_is_refused(misuse: Callable[..., obje
     other.pop()
     heap.pop()
     heap.remove(entries["c"])
+    empty: IndexedHeap[str] = IndexedHeap()
+    with pytest.raises(ValueError, match="not in this heap"):
+        misuse(empty, Entry("new", 5, 9))
     for entry in (Entry("new", 5, 9), entries["e"], entries["c"], *foreign.values()):
         before = (entry.at, entry.seq, entry.index)
         with pytest.raises(ValueError, match="not in this heap"):

@@ -58,9 +58,7 @@ def test_published_vectors_are_worth_publishing():
     for vector in VECTORS:
         assert [check_key_part(part) for part in vector["timer"].values()] == [None] * len(vector["timer"])
         assert is_timer_ref(vector["timer_ref"])
-    assert (
-        len({v["timer_ref"] for v in VECTORS}) == len({v["hashed_hex"] for v in VECTORS}) == len(VECTORS) - 1
-    )
+    assert len({v["timer_ref"] for v in VECTORS}) == len({v["hashed_hex"] for v in VECTORS}) == len(VECTORS) - 1
 
 
 def test_both_naive_and_fast_derivation_agree_on_many_keys():
@@ -192,7 +190,7 @@ def test_an_occurrence_id_is_read_back(generation: int):
 @pytest.mark.parametrize(
     "text",
     ["", REF, f"{REF}.", ".0", f"{REF}.00", f"{REF}.01", f"{REF}.-1", f"{REF}.+1", f"{REF}. 1", f"{REF}.1\n",
-     f"{REF}.1.2", f"{REF}.1_0", f"{REF}.٣", f"{REF[:-1]}.1", f"{REF}x.1", f"{REF.upper()}.1",
+     f"{REF}.1.2", f"{REF}.1_0", f"{REF}.1٣", f"{REF[:-1]}.1", f"{REF}x.1", f"{REF.upper()}.1",
      f"{REF}.{'9' * 5_000}"],
 )  # fmt: skip
 def test_an_occurrence_id_has_one_spelling(text: str):
