@@ -20,10 +20,7 @@ from timer_service.wire.canonical import (
 )
 
 # Characters around every border that matters: escapes, UTF-8 lengths, surrogates, the two orders of keys.
-BORDERS = (
-    '"\\/\b\f\n\r\t\0\x1f\x7f\x80\u07ff\u0800\u2028\ud7ff\ue000\ufb33\ufeff\uffff'
-    "\U00010000\U0001f600\U0010ffff"
-)
+BORDERS = '"\\/\b\f\n\r\t\0\x1f\x7f\x80\u07ff\u0800\u2028\ud7ff\ue000\ufb33\ufeff\uffff\U00010000\U0001f600\U0010ffff'
 TEXTS = st.text(max_size=8) | st.text(st.sampled_from(BORDERS + "ab"), max_size=6)
 LONG = st.builds(
     lambda n, power, sign: sign * (10**power + n),
@@ -36,9 +33,7 @@ LEAVES = st.none() | st.booleans() | st.integers() | TEXTS | DOUBLES
 
 
 def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.recursive(
-        leaves, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TEXTS, inner, max_size=5)
-    )
+    return st.recursive(leaves, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TEXTS, inner, max_size=5))
 
 
 VALUES = trees(LEAVES | LONG)
@@ -51,11 +46,7 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is float:
         return type(other) in (int, float) and float(other) == one
     if isinstance(one, dict):
-        return (
-            isinstance(other, dict)
-            and one.keys() == other.keys()
-            and all(same(one[k], other[k]) for k in one)
-        )
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
     if isinstance(one, list):
         return isinstance(other, list) and len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and bool(one == other)
@@ -131,9 +122,7 @@ def test_doubles_survive(number: float):
 
 @FEW
 @given(USUAL, st.booleans(), st.sampled_from([None, 1]))
-def test_reading_agrees_with_the_library_on_well_formed_text(
-    value: Any, ascii_only: bool, indent: int | None
-):
+def test_reading_agrees_with_the_library_on_well_formed_text(value: Any, ascii_only: bool, indent: int | None):
     """Whatever the library writes, escaped or not, spaced or not, is read as the library reads it."""
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
     assert repr(strict_loads(text.encode())) == repr(json.loads(text))
