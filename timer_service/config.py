@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from timer_service.jetstream.topology import Sizes
 
 MIB = 2**20
+DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
 
 
 def _host_and_port(value: str) -> str:
@@ -41,10 +42,17 @@ Bytes = Annotated[int, Field(ge=64 * 1024, le=2**50)]
 class Settings(BaseSettings):
     """What ``durable-timer serve`` runs with. Every value is checked before anything is connected."""
 
-    model_config = SettingsConfigDict(env_prefix="DURABLE_TIMER_", extra="ignore", env_ignore_empty=True)
+    model_config = SettingsConfigDict(
+        env_prefix="DURABLE_TIMER_", extra="ignore", env_ignore_empty=True, populate_by_name=True
+    )
 
-    nats: Annotated[str, Field(min_length=1, description="URL of the NATS server or cluster")] = "nats://127.0.0.1:4222"
-    creds: Annotated[str | None, Field(description="credentials file for NATS")] = None
+    nats: Annotated[
+        str,
+        Field(min_length=1, validation_alias="DURABLE_TIMER_NATS_URL", description="URL of the NATS server or cluster"),
+    ] = DEFAULT_NATS_URL
+    creds: Annotated[
+        str | None, Field(validation_alias="DURABLE_TIMER_NATS_CREDS", description="credentials file for NATS")
+    ] = None
     http: Annotated[Address, Field(description="HOST:PORT for /healthz, /readyz and /metrics")] = "127.0.0.1:8080"
     instance: Annotated[
         str, Field(min_length=1, max_length=128, description="name of this process; one runs under a name")

@@ -25,15 +25,14 @@ def settings_command(
     A value that is not given comes from the environment, else it is the default. What is invalid ends the
     process with code 2 and one line per mistake.
     """
-    prefix = str(model.model_config.get("env_prefix", ""))
     names = [name for name in model.model_fields if only is None or name in only]
 
     def command(**given: Any) -> Any:
         values = {name: given.pop(name) for name in names}
         return run(load_settings(model, values), **given)
 
-    options = [_option(model, name, prefix, (flags or {}).get(name)) for name in names]
-    others = [p for p in inspect.signature(run).parameters.values() if p.name != "settings"]
+    options = [_option(model, name, (flags or {}).get(name)) for name in names]
+    others = [p for p in inspect.signature(run, eval_str=True).parameters.values() if p.name != "settings"]
     command.__signature__ = inspect.Signature([*others, *options])  # type: ignore[attr-defined]
     command.__doc__ = run.__doc__
     command.__name__ = run.__name__
@@ -45,19 +44,26 @@ def load_settings(model: type[S], given: dict[str, Any]) -> S:
     try:
         return model(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
-        prefix = str(model.model_config.get("env_prefix", ""))
+        fields = {env_name(model, name): name for name in model.model_fields}
         for mistake in error.errors():
-            name = str(mistake["loc"][0])
+            place = str(mistake["loc"][0])  # the field, or its own name in the environment
+            name = fields.get(place, place)
             flag = "--" + name.replace("_", "-")
             text = mistake["msg"].removeprefix("Value error, ")
-            typer.echo(f"{flag} ({prefix}{name.upper()}): {text}; got {mistake['input']!r}", err=True)
+            typer.echo(f"{flag} ({env_name(model, name)}): {text}; got {mistake['input']!r}", err=True)
         raise typer.Exit(2) from None
 
 
-def _option(model: type[BaseSettings], name: str, prefix: str, flags: tuple[str, ...] | None) -> inspect.Parameter:
+def env_name(model: type[BaseSettings], name: str) -> str:
+    """The environment variable of a field: its own name for it, else the model's prefix and the field's name."""
+    alias = model.model_fields[name].validation_alias
+    return alias if isinstance(alias, str) else f"{model.model_config.get('env_prefix', '')}{name.upper()}"
+
+
+def _option(model: type[BaseSettings], name: str, flags: tuple[str, ...] | None) -> inspect.Parameter:
     field = model.model_fields[name]
     default = "none" if field.default is None else _shown(field.default)
-    text = f"{field.description} [{prefix}{name.upper()}; default: {default}]"
+    text = f"{field.description} [{env_name(model, name)}; default: {default}]"
     kind: Any = bool | None if field.annotation is bool else str | None
     spelled = flags or ("--" + name.replace("_", "-"),)
     return inspect.Parameter(
