@@ -130,7 +130,7 @@ class App:
             inline_payload_max_bytes=settings.inline_payload_max_bytes,
         )
         wakes = WakeService(clock, store, resumes, driver, self.lanes, recent, self.problems, metrics, log)
-        self.feed = Feed(self._follow_state, store, driver, recent, self.archived, self.problems, metrics, clock, log)
+        self.feed = Feed(self._follow_state, driver, recent, self.archived, self.problems, metrics, log)
         self.feed.entry_arrived = self.commands.entry_arrived
         self.reconciler = Reconciler(
             clock,

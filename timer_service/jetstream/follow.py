@@ -1,8 +1,7 @@
 """Following a stream: what stands there first, then each change as it comes.
 
-Reads headers only: what a reader needs to know of a timer travels in ``Durable-Timer-State``. An ephemeral
-consumer without acks; whenever something may have been missed (reconnect, gap, silence, deleted consumer)
-a new one takes up after the last message read.
+An ephemeral consumer without acks; whenever something may have been missed (reconnect, gap, silence, deleted
+consumer) a new one takes up after the last message read.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ class Follower:
     """Calls ``on_message`` for each message in stream order, and ``on_caught_up`` once after the last present one.
 
     ``every`` reads all that stands; otherwise only the last message of each subject, and then every change.
+    Without ``bodies`` a message comes as subject, sequence and headers.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Follower:
         on_caught_up: Callable[[], None],
         *,
         every: bool = False,
+        bodies: bool = True,
     ) -> None:
         self._connection = connection
         self._publisher = publisher
@@ -47,6 +48,7 @@ class Follower:
         self._on_message = on_message
         self._on_caught_up = on_caught_up
         self._every = every
+        self._bodies = bodies
         self.last_seq = 0
         """The newest sequence read."""
         self.caught_up = False
@@ -92,7 +94,7 @@ class Follower:
             "filter_subject": self._filter,
             "ack_policy": "none",
             "deliver_policy": "all" if self._every else "last_per_subject",
-            "headers_only": True,
+            "headers_only": not self._bodies,
             "mem_storage": True,
             "num_replicas": 1,
             "inactive_threshold": _INACTIVE_S * NS,

@@ -6,7 +6,6 @@ import base64
 
 from timer_service.domain.identity import TimerRef
 from timer_service.domain.model import JsonText, Timer, Wake
-from timer_service.domain.summary import summary_of, write_summary
 from timer_service.errors import BrokerError, NotFound, UnreadableState
 from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection
@@ -15,6 +14,7 @@ from timer_service.ports import Stored
 from timer_service.wire.records import (
     Outcome,
     Rejection,
+    Removal,
     Resume,
     UnreadableRecord,
     decode_timer,
@@ -78,22 +78,18 @@ class JetStreamState:
         ack = await self._publisher.publish(
             topology.state_subject(timer.timer_ref),
             encode(timer),
-            {
-                topology.EXPECTED_HEADER: str(expected),
-                topology.SUMMARY_HEADER: write_summary(summary_of(timer)),
-            },
+            {topology.EXPECTED_HEADER: str(expected)},
         )
         return ack.seq
 
     async def remove(self, timer: Timer, expected: int) -> int:
         ack = await self._publisher.publish(
             topology.state_subject(timer.timer_ref),
-            b"",
+            encode(Removal(v=1, generation=timer.generation, fence=timer.fence)),
             {
                 topology.KV_OPERATION_HEADER: "PURGE",
                 topology.TTL_HEADER: self._ttl,
                 topology.EXPECTED_HEADER: str(expected),
-                topology.SUMMARY_HEADER: write_summary(summary_of(timer)),
             },
         )
         return ack.seq

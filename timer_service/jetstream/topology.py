@@ -32,7 +32,6 @@ REJECTED_PREFIX = "durable_timer.rejected.v1."
 RESUME_SUBJECT = "triggers.v2.durable_timer.resume.v1"
 
 REPLY_HEADER = "Durable-Timer-Reply"
-SUMMARY_HEADER = "Durable-Timer-State"
 EXPECTED_HEADER = "Nats-Expected-Last-Subject-Sequence"
 MSG_ID_HEADER = "Nats-Msg-Id"
 TTL_HEADER = "Nats-TTL"

@@ -99,7 +99,7 @@ async def read_all(
 ) -> None:
     """Call ``look`` for each message that stands in ``stream`` now. Raises BrokerError."""
     done = asyncio.Event()
-    follower = Follower(connection, publisher, stream, subjects, look, done.set, every=every)
+    follower = Follower(connection, publisher, stream, subjects, look, done.set, every=every, bodies=False)
     try:
         await follower.start()
         async with asyncio.timeout(_SWEEP_PATIENCE_S):

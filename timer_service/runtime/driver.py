@@ -78,7 +78,7 @@ class Driver:
     ) -> None:
         self._clock = clock
         self._wakes = wakes
-        self._metrics = metrics
+        metrics.armed.set_function(lambda: len(self._heap))
         self._log = log
         self._resume_timeout_ms = resume_timeout_ms
         self._heap: IndexedHeap[TimerRef] = IndexedHeap()
@@ -124,7 +124,6 @@ class Driver:
             self._heap.push(armed)
         else:
             self._update(armed, revision, summary, at)
-        self._metrics.armed.set(len(self._heap))
         if self._next_at is None or at < self._next_at:
             self._changed.set()
         return armed
@@ -146,7 +145,6 @@ class Driver:
         self._answered(armed)
         self._heap.remove(armed)
         del self._armed[timer_ref]
-        self._metrics.armed.set(len(self._heap))
 
     def wake(self) -> None:
         """Look at the clock anew (after a shift)."""

@@ -11,30 +11,27 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from timer_service import events
-from timer_service.clock import Clock
 from timer_service.domain.identity import TimerRef, is_timer_ref
-from timer_service.domain.model import Phase
-from timer_service.domain.summary import read_summary, summary_of
-from timer_service.errors import BrokerError, UnreadableState
-from timer_service.fibers import start_fiber
+from timer_service.domain.model import Phase, Timer
+from timer_service.domain.summary import summary_of
+from timer_service.errors import UnreadableState
 from timer_service.metrics import Metrics
-from timer_service.ports import StateStore
 from timer_service.runtime.archived import Archived
 from timer_service.runtime.driver import Driver
 from timer_service.runtime.problems import Problems
 from timer_service.runtime.recent import Recent
+from timer_service.wire.records import UnreadableRecord, decode_timer
 
 _STATE_PREFIX_LENGTH = len("$KV.DURABLE_TIMER_STATE.")
-SUMMARY_HEADER = "Durable-Timer-State"
 _REMOVED_HEADER = "KV-Operation"
-_READ_AGAIN_S = 1.0
 
 
 class Change(Protocol):
-    """A state message as delivered, without its body."""
+    """A state message as delivered."""
 
     subject: str
     seq: int
+    data: bytes
     headers: dict[str, str] | None
 
 
@@ -60,23 +57,19 @@ class Feed:
     def __init__(
         self,
         make_follower: MakeFollower,
-        store: StateStore,
         driver: Driver,
         recent: Recent,
         archived: Archived,
         problems: Problems,
         metrics: Metrics,
-        clock: Clock,
         log: Any,
     ) -> None:
         self._make_follower = make_follower
-        self._store = store
         self._driver = driver
         self._recent = recent
         self._archived = archived
         self._problems = problems
         self._metrics = metrics
-        self._clock = clock
         self._log = log
         self._live: Following | None = None
         self.ready = asyncio.Event()
@@ -93,7 +86,7 @@ class Feed:
 
     async def start(self) -> None:
         """Begin to follow; returns when the first scan has begun. Raises BrokerError."""
-        self._live = self._make_follower(self._apply, self.ready.set)
+        self._live = self._make_follower(self.apply, self.ready.set)
         await self._live.start()
 
     async def stop(self) -> None:
@@ -140,27 +133,35 @@ class Feed:
 
     # -- one change -----------------------------------------------------------------------------------------
 
-    def _apply(self, change: Change) -> None:
+    def apply(self, change: Change) -> None:
+        """Take one state message. What is known already, from the acks of our own writes, costs next to nothing."""
         timer_ref = TimerRef(change.subject[_STATE_PREFIX_LENGTH:])
         armed = self._driver.get(timer_ref)
         if armed is not None and armed.revision >= change.seq:
-            return  # our own write, known from its ack
-        headers = change.headers or {}
-        if _REMOVED_HEADER in headers:
-            self._removed(timer_ref, change.seq)
             return
         self._forget_older(timer_ref, change.seq)
-        text = headers.get(SUMMARY_HEADER)
-        summary = read_summary(text) if text else None
-        if summary is None:
-            start_fiber(self._read(timer_ref, change.seq), self._on_error)
+        if _REMOVED_HEADER in (change.headers or {}):
+            self._removed(timer_ref, change.seq)
+            return
+        try:
+            timer = self._read(timer_ref, change.data)
+        except UnreadableState as error:
+            self._driver.disarm(timer_ref, change.seq)
+            self._problems.report(error)
             return
         self._problems.solved(timer_ref)
-        self._driver.observe(timer_ref, change.seq, summary)
+        self._driver.observe(timer_ref, change.seq, summary_of(timer))
         self.entry_arrived(timer_ref)
 
+    def _read(self, timer_ref: TimerRef, data: bytes) -> Timer:
+        if not is_timer_ref(timer_ref):
+            raise UnreadableState(timer_ref[:100], "its key is no timer_ref")
+        try:
+            return decode_timer(data, timer_ref)
+        except UnreadableRecord as error:
+            raise UnreadableState(timer_ref, str(error)) from None
+
     def _removed(self, timer_ref: TimerRef, seq: int) -> None:
-        self._forget_older(timer_ref, seq)
         self._driver.disarm(timer_ref, seq)
         self._problems.solved(timer_ref)
         if is_timer_ref(timer_ref):
@@ -170,30 +171,6 @@ class Feed:
         known = self._recent.get(timer_ref)
         if known is not None and known.revision < seq:
             self._recent.forget(timer_ref)
-
-    async def _read(self, timer_ref: TimerRef, seq: int) -> None:
-        """An entry without a summary (written by hand, or by another version): only the state itself can tell."""
-        if not is_timer_ref(timer_ref):
-            self._problems.report(UnreadableState(timer_ref[:100], "its key is no timer_ref"))
-            return
-        while True:
-            try:
-                stored = await self._store.get(timer_ref)
-            except UnreadableState as error:
-                self._driver.disarm(timer_ref, seq)
-                self._problems.report(error)
-                return
-            except BrokerError:
-                await asyncio.sleep(_READ_AGAIN_S)
-                continue
-            if stored.timer is not None:
-                self._problems.solved(timer_ref)
-                self._driver.observe(timer_ref, stored.revision, summary_of(stored.timer))
-            return
-
-    def _on_error(self, error: BaseException | None) -> None:
-        if error is not None:
-            self._log.error(events.WORK_FAILED, exc_info=error)
 
 
 class _Scan:
@@ -208,13 +185,13 @@ class _Scan:
     def apply(self, change: Change) -> None:
         timer_ref = TimerRef(change.subject[_STATE_PREFIX_LENGTH:])
         if self.done.is_set():
-            self._feed._apply(change)
+            self._feed.apply(change)
             return
         before = self._feed._driver.get(timer_ref)
         revision = 0 if before is None else before.revision
         if _REMOVED_HEADER not in (change.headers or {}):
             self.seen.add(timer_ref)
-        self._feed._apply(change)
+        self._feed.apply(change)
         after = self._feed._driver.get(timer_ref)
         if after is not None and after.revision > revision and after.phase in (Phase.WAITING, Phase.ELAPSED):
             self.repairs += 1

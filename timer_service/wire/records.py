@@ -76,6 +76,14 @@ class WakeRecord(msgspec.Struct, frozen=True):
     revision: int = 0
 
 
+class Removal(msgspec.Struct, frozen=True):
+    """What the marker in place of a removed entry says: where the timer stood when it ended."""
+
+    v: int
+    generation: int
+    fence: int
+
+
 class _Version(msgspec.Struct, frozen=True):
     v: int
 
