@@ -132,6 +132,7 @@ class App:
         wakes = WakeService(clock, store, resumes, driver, self.lanes, recent, self.problems, metrics, log)
         self.feed = Feed(self._follow_state, driver, recent, self.archived, self.problems, metrics, log)
         self.feed.entry_arrived = self.commands.entry_arrived
+        store.on_written = self.feed.wrote
         self.reconciler = Reconciler(
             clock,
             self.feed,
@@ -151,7 +152,7 @@ class App:
         if isinstance(clock, OffsetClock):
             clock.on_shift(driver.wake)
 
-    def _follow_state(self, on_message: Any, on_caught_up: Callable[[], None]) -> Follower:
+    def _follow_state(self, on_message: Any, on_caught_up: Callable[[], None], after_seq: int) -> Follower:
         return Follower(
             self.connection,
             self.publisher,
@@ -159,6 +160,7 @@ class App:
             topology.STATE_FILTER,
             on_message,
             on_caught_up,
+            after_seq=after_seq,
         )
 
     def _pull(self, spec: ConsumerSpec, handle: Callable[[Any], None]) -> PullLoop:
@@ -194,6 +196,8 @@ class App:
         await self._prepare_broker()
         await self.publisher.start()
         self._stage = "scanning"
+        self.connection.on_returned(self.feed.heard)
+        await self.connection.subscribe(topology.STATE_FILTER, self._on_foreign_write)
         await self._until_done(self.feed.start)
         gc.collect()
         gc.freeze()
@@ -238,6 +242,9 @@ class App:
         for line in done:
             self.log.info(events.PROVISIONED, what=line)
         return None
+
+    async def _on_foreign_write(self, _: Any) -> None:
+        self.feed.heard()
 
     async def _until_done(self, step: Callable[[], Awaitable[None]]) -> None:
         while True:

@@ -58,6 +58,7 @@ class Connection:
             max_reconnect_attempts=-1,
             ping_interval=_PING_INTERVAL_S,
             pending_size=PENDING_BYTES,
+            no_echo=True,  # what we publish ourselves is no news to us
             skip_subject_validation=True,  # every subject is built in topology.py or checked there
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnected,

@@ -26,7 +26,7 @@ class Follower:
     """Calls ``on_message`` for each message in stream order, and ``on_caught_up`` once after the last present one.
 
     ``every`` reads all that stands; otherwise only the last message of each subject, and then every change.
-    Without ``bodies`` a message comes as subject, sequence and headers.
+    Without ``bodies`` a message comes as subject, sequence and headers. ``after_seq`` skips what came before.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Follower:
         *,
         every: bool = False,
         bodies: bool = True,
+        after_seq: int = 0,
     ) -> None:
         self._connection = connection
         self._publisher = publisher
@@ -49,7 +50,7 @@ class Follower:
         self._on_caught_up = on_caught_up
         self._every = every
         self._bodies = bodies
-        self.last_seq = 0
+        self.last_seq = after_seq
         """The newest sequence read."""
         self.caught_up = False
         self._next_consumer_seq = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 
 from timer_service.domain.identity import TimerRef
 from timer_service.domain.model import JsonText, Timer, Wake
@@ -65,6 +66,8 @@ class JetStreamState:
         self._publisher = publisher
         self._reader = LastMessages(publisher, topology.STATE_STREAM, replicas)
         self._ttl = f"{tombstone_ttl_s}s"
+        self.on_written: Callable[[int], None] = lambda _: None
+        """Called with the sequence of each acknowledged write, before the writer goes on."""
 
     async def get(self, timer_ref: TimerRef) -> Stored:
         message = await self._reader.last(topology.state_subject(timer_ref))
@@ -80,6 +83,7 @@ class JetStreamState:
             encode(timer),
             {topology.EXPECTED_HEADER: str(expected)},
         )
+        self.on_written(ack.seq)
         return ack.seq
 
     async def remove(self, timer: Timer, expected: int) -> int:
@@ -92,6 +96,7 @@ class JetStreamState:
                 topology.EXPECTED_HEADER: str(expected),
             },
         )
+        self.on_written(ack.seq)
         return ack.seq
 
 

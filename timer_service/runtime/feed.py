@@ -1,5 +1,10 @@
 """The feed: every change of the state reaches the heap, whichever replica wrote it.
 
+While other processes write, a follower reads the state stream live. As long as nobody else does, the acks of our own
+writes say all there is to say and the feed is quiet: it costs no message. It listens to the state's subjects (without
+an echo of our own) for the first foreign write, and the reconciler's look at the stream every other second
+finds what the ear missed; either makes it live again from where the account ended.
+
 A scan is a second follower that reads all from the start beside the live one; when it has caught up it takes the live
 one's place, and what is armed without a state behind it is disarmed. So normal work never waits for a scan.
 """
@@ -14,16 +19,20 @@ from timer_service import events
 from timer_service.domain.identity import TimerRef, is_timer_ref
 from timer_service.domain.model import Phase, Timer
 from timer_service.domain.summary import summary_of
-from timer_service.errors import UnreadableState
+from timer_service.errors import BrokerError, UnreadableState
 from timer_service.metrics import Metrics
 from timer_service.runtime.archived import Archived
 from timer_service.runtime.driver import Driver
 from timer_service.runtime.problems import Problems
 from timer_service.runtime.recent import Recent
+from timer_service.runtime.tally import Tally
 from timer_service.wire.records import UnreadableRecord, decode_timer
 
 _STATE_PREFIX_LENGTH = len("$KV.DURABLE_TIMER_STATE.")
 _REMOVED_HEADER = "KV-Operation"
+_CALM_LOOKS = 3
+"""So many looks in a row without a foreign write, and the feed goes quiet."""
+_RETRY_S = 0.25
 
 
 class Change(Protocol):
@@ -48,7 +57,8 @@ class Following(Protocol):
     def healthy(self) -> bool: ...
 
 
-MakeFollower = Callable[[Callable[[Change], None], Callable[[], None]], Following]
+MakeFollower = Callable[[Callable[[Change], None], Callable[[], None], int], Following]
+"""From what to call for each change, what to call once when caught up, and after which sequence to begin."""
 
 
 class Feed:
@@ -72,27 +82,73 @@ class Feed:
         self._metrics = metrics
         self._log = log
         self._live: Following | None = None
+        self._tally = Tally()
+        self._foreign = False
+        self._calm = 0
+        self._seen_last_seq = 0
+        self._waking: asyncio.Task[None] | None = None
         self.ready = asyncio.Event()
         """Set when everything that stood at the start has been read."""
         self.entry_arrived: Callable[[TimerRef], None] = lambda _: None
 
     @property
-    def last_seq(self) -> int:
-        return 0 if self._live is None else self._live.last_seq
+    def position(self) -> int:
+        """The sequence up to which every change is accounted for."""
+        return self._tally.position
+
+    @property
+    def quiet(self) -> bool:
+        return self.ready.is_set() and self._live is None
 
     @property
     def healthy(self) -> bool:
-        return self._live is not None and self._live.healthy
+        return self.quiet or (self._live is not None and self._live.healthy)
 
     async def start(self) -> None:
         """Begin to follow; returns when the first scan has begun. Raises BrokerError."""
-        self._live = self._make_follower(self.apply, self.ready.set)
+        self._live = self._make_follower(self.apply, self.ready.set, 0)
         await self._live.start()
 
     async def stop(self) -> None:
         """Follow no more. Repeating it does nothing."""
-        if self._live is not None:
-            await self._live.stop()
+        live, self._live = self._live, None
+        if live is not None:
+            await live.stop()
+
+    def wrote(self, seq: int) -> None:
+        """The broker has acknowledged a write of our own."""
+        self._tally.wrote(seq)
+
+    def heard(self) -> None:
+        """Another process writes to the state (or the connection was away): read from where the account ends."""
+        self._foreign = True
+        if self.quiet and (self._waking is None or self._waking.done()):
+            self._waking = asyncio.create_task(self._go_live(), name="feed.wake")
+
+    async def look(self, last_seq: int) -> None:
+        """Take the stream's newest sequence, every other second: be live when it is needed, quiet when it is not."""
+        foreign = bool(self._tally.take_unclaimed()) or self._foreign
+        self._foreign = False
+        behind = last_seq > max(self._tally.position, self._seen_last_seq)
+        self._seen_last_seq, missed = last_seq, last_seq > self._tally.position and not behind
+        self._calm = 0 if foreign else self._calm + 1
+        if self.quiet and missed:
+            self.heard()
+        elif self._live is not None and self._live.caught_up and self._calm >= _CALM_LOOKS:
+            live, self._live = self._live, None
+            await live.stop()
+
+    async def _go_live(self) -> None:
+        while self.quiet:
+            follower = self._make_follower(self.apply, lambda: None, self._tally.position)
+            try:
+                await follower.start()
+            except BrokerError:
+                await follower.stop()
+                await asyncio.sleep(_RETRY_S)
+            else:
+                self._calm = 0
+                self._live = follower
 
     async def rescan(self, *, distrust: bool) -> int:
         """Read all anew and mend what differs; returns the number of repairs. Raises BrokerError.
@@ -102,8 +158,9 @@ class Feed:
         if distrust:
             self._recent.clear()
             self._driver.forget_revisions()
+            self._tally.reset()
         scan = _Scan(self)
-        follower = self._make_follower(scan.apply, scan.done.set)
+        follower = self._make_follower(scan.apply, scan.done.set, 0)
         known = self._driver.revisions()
         try:
             await follower.start()
@@ -111,6 +168,7 @@ class Feed:
         except BaseException:
             await follower.stop()
             raise
+        self._calm = 0
         previous, self._live = self._live, follower
         if previous is not None:
             await previous.stop()
@@ -135,6 +193,12 @@ class Feed:
 
     def apply(self, change: Change) -> None:
         """Take one state message. What is known already, from the acks of our own writes, costs next to nothing."""
+        if self._tally.read(change.seq):
+            return
+        self.take(change)
+
+    def take(self, change: Change) -> None:
+        """Apply what a state message says, unless something newer is known."""
         timer_ref = TimerRef(change.subject[_STATE_PREFIX_LENGTH:])
         armed = self._driver.get(timer_ref)
         if armed is not None and armed.revision >= change.seq:
@@ -187,11 +251,12 @@ class _Scan:
         if self.done.is_set():
             self._feed.apply(change)
             return
+        self._feed._tally.read(change.seq)
         before = self._feed._driver.get(timer_ref)
         revision = 0 if before is None else before.revision
         if _REMOVED_HEADER not in (change.headers or {}):
             self.seen.add(timer_ref)
-        self._feed.apply(change)
+        self._feed.take(change)
         after = self._feed._driver.get(timer_ref)
         if after is not None and after.revision > revision and after.phase in (Phase.WAITING, Phase.ELAPSED):
             self.repairs += 1

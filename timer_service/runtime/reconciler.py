@@ -100,11 +100,12 @@ class Reconciler:
             state = await self._look()
         except BrokerError:
             return None
+        await self._feed.look(state.last_seq)
         previous, self._created = self._created, state.created
         if previous and state.created != previous:
             return "the state stream was created anew"
-        if state.last_seq < self._feed.last_seq:
-            return f"the state stream went back from {self._feed.last_seq} to {state.last_seq}"
+        if state.last_seq < self._feed.position:
+            return f"the state stream went back from {self._feed.position} to {state.last_seq}"
         if len(self._driver) > state.subjects:
             return f"{len(self._driver)} are armed, and the state has {state.subjects} keys"
         return None
