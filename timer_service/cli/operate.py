@@ -1,16 +1,22 @@
-"""Commands of those who run the service: serve, provision."""
+"""Commands of those who run the service: serve, provision, stats, doctor, dev, demo."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
+from typing import Any
 
 import typer
 
+from timer_service import show
+from timer_service.cli import diagnose
+from timer_service.cli.arguments import Creds, Json, Nats
 from timer_service.cli.session import connected, refuse, run
-from timer_service.config import Settings
+from timer_service.config import DEFAULT_NATS_URL, Settings
 from timer_service.jetstream.provision import Provisioner
 from timer_service.logs import configure_logs, get_logger
 from timer_service.options import settings_command
+from timer_service.wire.canonical import exact_json
 
 _SIZES = (
     "replicas",
@@ -27,6 +33,8 @@ def register(app: typer.Typer) -> None:
     """Add these commands to ``app``."""
     app.command("serve")(settings_command(Settings, _serve, flags={"provision": ("--provision/--no-provision",)}))
     app.command("provision")(settings_command(Settings, _provision, only=("nats", "creds", *_SIZES)))
+    app.command("doctor")(settings_command(Settings, _doctor, only=("nats", "creds", *_SIZES)))
+    app.command("stats")(stats)
 
 
 def _serve(settings: Settings) -> None:
@@ -55,3 +63,27 @@ def _provision(settings: Settings) -> None:
 async def _provisioned(settings: Settings) -> list[str]:
     async with connected(settings.nats, settings.creds) as connection:
         return await Provisioner(connection, settings.sizes).provision()
+
+
+def _doctor(settings: Settings, as_json: Json = False) -> None:
+    """Check server, streams, consumers, permissions and clocks; say what is wrong and how to mend it."""
+    checks = run(diagnose.examine(settings))
+    if as_json:
+        _print_json({"ok": all(check.ok for check in checks), "checks": [check.plain() for check in checks]})
+    else:
+        show.console().print(diagnose.checklist(checks), highlight=False, soft_wrap=True)
+    if not all(check.ok for check in checks):
+        raise typer.Exit(1)
+
+
+def stats(nats: Nats = DEFAULT_NATS_URL, creds: Creds = None, as_json: Json = False) -> None:
+    """Show how full the streams are and what waits for the services."""
+    found = run(diagnose.measure(nats, creds))
+    if as_json:
+        _print_json(found)
+    else:
+        show.console().print(diagnose.tables(found), highlight=False)
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.buffer.write(exact_json(value) + b"\n")

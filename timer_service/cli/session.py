@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn, TypeVar
 
 import typer
 
+from timer_service.client import TimerClient
+from timer_service.embedded import EmbeddedServerError
 from timer_service.errors import DurableTimerError, Unavailable
 from timer_service.jetstream.connection import Connection
+from timer_service.jetstream.publish import Publisher
 
 CONNECT_TIMEOUT_S = 4.0
 INTERRUPTED = 130
@@ -26,13 +31,18 @@ def refuse(message: str, code: int = 1) -> NoReturn:
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run ``work`` to its end. What this project or the system raises on purpose becomes one line and exit code 1;
-    Ctrl-C ends quietly with 130."""
+    Ctrl-C ends quietly with 130, and so does a reader of our output that has gone (``| head``), with 1."""
     try:
-        return asyncio.run(work)
+        result = asyncio.run(work)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    except (DurableTimerError, OSError) as error:
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to complain at the end
+        raise typer.Exit(1) from None
+    except (DurableTimerError, EmbeddedServerError, OSError) as error:
         refuse(str(error))
+    return result
 
 
 @asynccontextmanager
@@ -48,3 +58,26 @@ async def connected(url: str, creds: str | None = None, *, timeout_ms: int = 5_0
         yield connection
     finally:
         await connection.close()
+
+
+@asynccontextmanager
+async def client(url: str, creds: str | None = None) -> AsyncIterator[TimerClient]:
+    """A client for the time of the block. Raises Unavailable when the broker is not there within seconds."""
+    async with connected(url, creds) as connection:
+        timers = TimerClient(connection)
+        await timers.open()
+        try:
+            yield timers
+        finally:
+            await timers.close()
+
+
+@asynccontextmanager
+async def publisher(connection: Connection) -> AsyncIterator[Publisher]:
+    """The pipelined publisher of ``connection`` for the time of the block."""
+    pipelined = Publisher(connection)
+    await pipelined.start()
+    try:
+        yield pipelined
+    finally:
+        await pipelined.stop()
