@@ -7,6 +7,7 @@ import sqlite3
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from notify_consumer.outbox.sqlite import SqliteOutbox
 from tests.support.notify import new_row, until
 
 LONG_MS = 60_000
+DIARY = b"dear diary, " * 500
 
 
 @pytest.fixture
@@ -84,16 +86,16 @@ async def test_a_short_lock_is_waited_out(outbox: SqliteOutbox, path: Path) -> N
     assert await writing
 
 
-async def test_a_file_that_is_no_database_is_left_alone(path: Path) -> None:
+def test_a_file_that_is_no_database_is_left_alone(path: Path) -> None:
     """Something else under that name is an error with the file's name, not overwritten."""
-    path.write_bytes(b"dear diary, " * 500)
+    path.write_bytes(DIARY)
     outbox = SqliteOutbox(str(path))
     with pytest.raises(OutboxUnavailable, match=r"outbox\.db: file is not a database"):
-        await outbox.open()
-    assert path.read_bytes() == b"dear diary, " * 500
+        asyncio.run(outbox.open())
+    assert path.read_bytes() == DIARY
     path.unlink()
-    await outbox.open()
-    await outbox.close()
+    asyncio.run(outbox.open())
+    asyncio.run(outbox.close())
 
 
 async def test_a_newer_schema_is_refused(outbox: SqliteOutbox, path: Path) -> None:
@@ -121,7 +123,12 @@ async def test_what_waits_together_is_committed_together(outbox: SqliteOutbox) -
     """Concurrent writes share transactions: that is what keeps fsyncs few."""
     seen: list[int] = []
     run = outbox._thread._run
-    outbox._thread._run = lambda batch: (seen.append(len(batch)), run(batch))[1]  # type: ignore[method-assign]
+
+    def counting(batch: list[Any]) -> list[Any]:
+        seen.append(len(batch))
+        return run(batch)
+
+    outbox._thread._run = counting  # type: ignore[method-assign]
     await asyncio.gather(*(outbox.insert([new_row(f"r{i}")]) for i in range(50)))
     assert sum(seen) == 50
     assert len(seen) <= 3
