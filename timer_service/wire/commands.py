@@ -46,6 +46,7 @@ MAX_EDGE_BYTES = 256
 MAX_RETRIES_LIMIT = 2**63 - 1
 MAX_WAIT_MS = 10_000
 DEFAULT_WAIT_MS = 5_000
+MAX_MESSAGE_CHARS = 500
 
 Kind = Literal["start", "retry", "complete", "fail", "cancel"]
 KINDS: tuple[Kind, ...] = ("start", "retry", "complete", "fail", "cancel")
@@ -53,13 +54,18 @@ KINDS: tuple[Kind, ...] = ("start", "retry", "complete", "fail", "cancel")
 _COMMAND_ID = re.compile(r"[\x20-\x7e]{1,128}")
 _FAILURE_CODE = re.compile(r"[a-z0-9_]{1,64}")
 _SHA256 = re.compile(r"[0-9A-Fa-f]{64}")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 _NULL = msgspec.Raw(b"null")
 
 
 class BadCommand(Exception):
-    """A command that can't be read. ``command_id`` and ``timer_ref`` are set as far as they were readable."""
+    """A command that can't be read. ``command_id`` and ``timer_ref`` are set as far as they were readable.
+
+    The message may quote what was sent, so it is cut: a refusal must not be as large as what it refuses.
+    """
 
     def __init__(self, code: Code, message: str) -> None:
+        message = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[: MAX_MESSAGE_CHARS - 1]}…"
         super().__init__(message)
         self.code = code
         self.message = message
@@ -150,6 +156,7 @@ _BODIES: dict[Kind, type[_Strict]] = {
     "cancel": CancelBody,
 }
 _DECODERS = {kind: msgspec.json.Decoder(body) for kind, body in _BODIES.items()}
+_OBJECTS = ("timer", "due", "edges")
 _EDGES = msgspec.json.Decoder(_Edges)
 _encode = msgspec.json.Encoder().encode
 
@@ -168,7 +175,7 @@ def subject_kind(subject: str) -> tuple[Kind | None, int | None]:
         return None, None
     kind = tokens[2] if tokens[2] in _BODIES else None
     version = tokens[3][1:]
-    known = tokens[3][:1] == "v" and version.isascii() and version.isdigit() and len(version) < 10
+    known = tokens[3][:1] == "v" and _NUMBER.fullmatch(version) is not None
     return kind, int(version) if known else None
 
 
@@ -395,9 +402,16 @@ def _at_least(name: str, value: int, least: int) -> None:
 
 
 def _content(kind: Kind, fields: dict[str, Any], payload_sha256: str | None = None) -> str:
-    """A hash of what was sent: the kind and all fields but the id. Half of a SHA-256 tells contents apart."""
+    """A hash of what was sent: the kind and all fields but the id. Half of a SHA-256 tells contents apart.
+
+    Null fields count as absent, inside objects too; only in ``max_retries`` null has a meaning of its own.
+    """
     sent = {name: value for name, value in fields.items() if value is not None or name == "max_retries"}
     del sent["command_id"]
+    for name in _OBJECTS:
+        inner = sent.get(name)
+        if isinstance(inner, dict) and None in inner.values():
+            sent[name] = {key: value for key, value in inner.items() if value is not None}
     if payload_sha256 is not None:
         sent["payload"] = payload_sha256
     return sha256_hex(kind.encode() + canonical_json(sent))[:32]
