@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-import nats
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -32,6 +31,25 @@ _NOT_FOUND_CODES = frozenset({10014, 10037, 10059})
 Listener = Callable[[], None]
 
 
+class _Client(Client):
+    """nats-py 2.16 stops reading for good at a message whose header block is cut short or has an unreadable status.
+
+    Any publisher of commands can send one, and the broker would deliver it again and again: it counts as one
+    without headers here. Blocks that begin as they should are left to nats-py, which takes them whatever follows.
+    """
+
+    def _process_headers(self, headers: Any) -> Any:
+        reading = super()._process_headers(headers)
+        return reading if not headers or headers[8:10] == b"\r\n" else _none_if_unreadable(reading)
+
+
+async def _none_if_unreadable(reading: Awaitable[Any]) -> Any:
+    try:
+        return await reading
+    except (IndexError, UnicodeDecodeError):
+        return None
+
+
 class Connection:
     """A nats-py client with listeners. ``connected`` is None until the first connection."""
 
@@ -49,12 +67,14 @@ class Connection:
 
     async def open(self) -> None:
         """Connect; keeps trying until the broker is there. Cancel it to give up."""
-        options: dict[str, Any] = {"user_credentials": self._creds} if self._creds else {}
-        self._client = await nats.connect(
+        options: dict[str, Any] = {"reconnect_time_wait": _RECONNECT_WAIT_S}  # nats-py's annotation wants whole seconds
+        if self._creds:
+            options["user_credentials"] = self._creds
+        client = _Client()
+        await client.connect(
             self.url,
             name=self.name,
             connect_timeout=_CONNECT_TIMEOUT_S,
-            reconnect_time_wait=_RECONNECT_WAIT_S,
             max_reconnect_attempts=-1,
             ping_interval=_PING_INTERVAL_S,
             pending_size=PENDING_BYTES,
@@ -66,6 +86,7 @@ class Connection:
             closed_cb=self._on_closed,
             **options,
         )
+        self._client = client
         self.last_error = None
 
     async def close(self) -> None:
