@@ -42,6 +42,7 @@ from timer_service.runtime.problems import Problems
 from timer_service.runtime.recent import Recent
 from timer_service.runtime.reconciler import Reconciler
 from timer_service.runtime.resumes import ResumeService
+from timer_service.runtime.settling import Settling
 from timer_service.runtime.terminals import Terminals
 from timer_service.runtime.wakes import WakeService
 
@@ -109,12 +110,18 @@ class App:
         terminals = Terminals(
             clock, store, archive, snapshots, driver, recent, self.archived, self.problems, metrics, log
         )
-        self.commands = CommandService(
+        settling = Settling(
             clock,
+            JetStreamPublicity(publisher, self.connection),
+            metrics,
+            log,
+            allowed_reply=lambda subject: topology.is_literal_subject(subject, settings.reply_prefix),
+        )
+        self.commands = CommandService(
             store,
             archive,
             snapshots,
-            JetStreamPublicity(publisher, self.connection),
+            settling,
             terminals,
             driver,
             self.lanes,
@@ -122,10 +129,8 @@ class App:
             self.archived,
             self.admission,
             self.problems,
-            metrics,
             log,
             offset_ms=lambda: clock.offset_ms if isinstance(clock, OffsetClock) else 0,
-            allowed_reply=lambda subject: topology.is_literal_subject(subject, settings.reply_prefix),
             max_payload=lambda: self.connection.max_payload,
             inline_payload_max_bytes=settings.inline_payload_max_bytes,
         )
@@ -302,7 +307,7 @@ class App:
             except BrokerError:
                 pass  # the connection and the policy check say what is wrong
             if self.watch.skew_ms is not None:
-                self.metrics.skew.set(self.watch.skew_ms / 1000)
+                self.metrics.skew_s = self.watch.skew_ms / 1000
             await asyncio.sleep(_FILL_INTERVAL_S)
 
     async def _announce_ready(self) -> None:
@@ -378,6 +383,7 @@ class App:
     async def _drain(self) -> None:
         """Readiness is gone; finish what is under way within the grace, hand back the rest."""
         self.log.info(events.SERVICE_DRAINING, in_flight=len(self.lanes))
+        self.driver.holds_lease = False  # whatever becomes due from here on is for others, or for the next start
         grace_s = self.settings.drain_grace_ms / 1000
         try:
             async with asyncio.timeout(grace_s):

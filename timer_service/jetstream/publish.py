@@ -94,7 +94,14 @@ class Publisher:
         Raises WrongRevision, StorageFull, Unavailable, Forbidden or RequestRefused (it was not stored), or
         Ambiguous (it may have been).
         """
-        pending: Pending[Ack] = await self._send(subject, data, headers, _read_ack)
+        token = str(next(self._tokens))
+        pending: Pending[Ack] = Pending()
+        self._inflight[token] = (pending, _read_ack, self._now() + self._timeout_s)
+        try:
+            await self._connection.client.publish(subject, data, self._prefix + token, headers)
+        except (nats.errors.Error, OSError) as error:
+            self._inflight.pop(token, None)
+            raise Unavailable(f"{subject}: {error!r}") from error
         return await pending
 
     async def send(self, subject: str, data: bytes, headers: dict[str, str] | None = None) -> Pending[Ack]:
@@ -108,9 +115,12 @@ class Publisher:
 
     async def direct_get_seq(self, stream: str, seq: int) -> Message | None:
         """The message with sequence ``seq``, None when it is not there."""
-        body = b'{"seq":%d}' % seq
-        pending = await self._send(f"$JS.API.DIRECT.GET.{stream}", body, None, _read_message)
-        return await pending  # type: ignore[no-any-return]
+        pending = await self.ask_seq(stream, seq)
+        return await pending
+
+    async def ask_seq(self, stream: str, seq: int) -> Pending[Message | None]:
+        """As ``direct_get_seq``, but returns as soon as the question is on its way."""
+        return await self._send(f"$JS.API.DIRECT.GET.{stream}", b'{"seq":%d}' % seq, None, _read_message)
 
     async def api(self, name: str, body: object = None) -> dict[str, Any]:
         """One request to ``$JS.API.<name>``, pipelined. Raises the matching BrokerError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Callable
 
@@ -24,6 +25,8 @@ from timer_service.wire.records import (
 )
 
 _EMPTY = Stored(None, 0)
+_STANDING_S = 10.0
+_STANDING_BATCH = 256
 
 
 class LastMessages:
@@ -158,6 +161,9 @@ class JetStreamResumes:
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
+        self._standing: dict[str, int] = {}
+        self._read_at = -_STANDING_S
+        self._reading: asyncio.Task[dict[str, int]] | None = None
 
     async def publish(self, resume: Resume, attempt: int) -> int:
         msg_id = f"{resume.resume_id}.r{attempt}" if attempt else resume.resume_id
@@ -165,31 +171,61 @@ class JetStreamResumes:
         return ack.seq
 
     async def stands(self, resume_id: str, seq: int | None) -> bool:
-        if seq is not None:
-            message = await self._publisher.direct_get_seq(topology.RESUMES, seq)
-            return message is not None and _resume_id(message) == resume_id
-        return await self._found_by_scan(resume_id)
-
-    async def _found_by_scan(self, resume_id: str) -> bool:
-        """Walk through what stands in the stream; rare: only where this process did not publish the resume."""
-        info = await self._publisher.api(f"STREAM.INFO.{topology.RESUMES}")
-        seq, last = info["state"]["first_seq"], info["state"]["last_seq"]
-        while seq <= last:
-            message = await self._next(seq)
-            if message is None:
+        if seq is None:
+            seq = (await self._all_standing()).get(resume_id)
+            if seq is None:
                 return False
-            if _resume_id(message) == resume_id:
-                return True
-            seq = message.seq + 1
-        return False
+        message = await self._publisher.direct_get_seq(topology.RESUMES, seq)
+        return message is not None and _resume_id(message) == resume_id
 
-    async def _next(self, seq: int) -> Message | None:
-        body = {"seq": seq, "next_by_subj": topology.RESUME_SUBJECT}
-        try:
-            answer = await self._publisher.api(f"STREAM.MSG.GET.{topology.RESUMES}", body)
-        except NotFound:
-            return None
-        return _from_api(answer["message"])
+    async def _all_standing(self) -> dict[str, int]:
+        """What stands in the stream, by resume id: read once for all who ask within a few seconds.
+
+        Only asked for resumes that this process did not publish itself, as after a restart.
+        """
+        loop = asyncio.get_running_loop()
+        if loop.time() - self._read_at > _STANDING_S:
+            if self._reading is None or self._reading.done():
+                self._reading = loop.create_task(self._read_standing(), name="resumes.standing")
+            self._standing = await asyncio.shield(self._reading)
+            self._read_at = loop.time()
+        return self._standing
+
+    async def _read_standing(self) -> dict[str, int]:
+        state = (await self._publisher.api(f"STREAM.INFO.{topology.RESUMES}"))["state"]
+        first, last, count = state["first_seq"], state["last_seq"], state["messages"]
+        if count == 0:
+            return {}
+        if last - first < 4 * count + _STANDING_BATCH:
+            return await self._read_range(first, last)
+        return await self._walk(first, last)
+
+    async def _read_range(self, first: int, last: int) -> dict[str, int]:
+        """Few gaps: ask for every sequence, many at a time."""
+        standing: dict[str, int] = {}
+        for start in range(first, last + 1, _STANDING_BATCH):
+            seqs = range(start, min(start + _STANDING_BATCH, last + 1))
+            pending = [await self._publisher.ask_seq(topology.RESUMES, seq) for seq in seqs]
+            for answer in pending:
+                message = await answer
+                if message is not None:
+                    standing[_resume_id(message)] = message.seq
+        return standing
+
+    async def _walk(self, first: int, last: int) -> dict[str, int]:
+        """Mostly gaps: from one message to the next."""
+        standing: dict[str, int] = {}
+        seq = first
+        while seq <= last:
+            body = {"seq": seq, "next_by_subj": topology.RESUME_SUBJECT}
+            try:
+                answer = await self._publisher.api(f"STREAM.MSG.GET.{topology.RESUMES}", body)
+            except NotFound:
+                break
+            message = _from_api(answer["message"])
+            standing[_resume_id(message)] = message.seq
+            seq = message.seq + 1
+        return standing
 
 
 def _resume_id(message: Message) -> str:

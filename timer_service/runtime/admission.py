@@ -37,7 +37,7 @@ class Admission:
             self._close(name, f"{name} is {percent:.0f}% full; starts are held from {self._watermark}% on")
         elif not self.open:
             self.open, self.reason, self.resource = True, "", None
-            self._metrics.admission_open.set(1)
+            self._metrics.admission_open = True
             self._log.info(events.ADMISSION_OPENED)
 
     def hold_ms(self) -> int:
@@ -47,5 +47,5 @@ class Admission:
     def _close(self, resource: str, reason: str) -> None:
         if self.open:
             self._log.warning(events.ADMISSION_CLOSED, resource=resource, reason=reason)
-            self._metrics.admission_open.set(0)
+            self._metrics.admission_open = False
         self.open, self.reason, self.resource = False, reason, resource

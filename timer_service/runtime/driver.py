@@ -78,10 +78,10 @@ class Driver:
     ) -> None:
         self._clock = clock
         self._wakes = wakes
-        metrics.armed.set_function(lambda: len(self._heap))
         self._log = log
         self._resume_timeout_ms = resume_timeout_ms
         self._heap: IndexedHeap[TimerRef] = IndexedHeap()
+        metrics.armed = self._heap.__len__
         self._armed: dict[TimerRef, Armed] = {}
         self._seq = 0
         self._unanswered = 0

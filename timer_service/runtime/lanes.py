@@ -17,8 +17,8 @@ class Lanes:
     """Runs each piece of work as a fiber. A piece that raises is reported to ``on_error`` and its lane goes on."""
 
     def __init__(self, on_error: OnError) -> None:
-        self._on_error = on_error
-        self._lanes: dict[TimerRef, deque[Work]] = {}
+        self.on_error = on_error
+        self._lanes: dict[TimerRef, _Lane] = {}
         self._idle: Callable[[], None] | None = None
 
     def __len__(self) -> int:
@@ -29,10 +29,10 @@ class Lanes:
         """Start ``work`` now, or after what is under way for ``key``."""
         lane = self._lanes.get(key)
         if lane is not None:
-            lane.append(work)
+            lane.waiting.append(work)
             return
-        self._lanes[key] = deque()
-        self._start(key, work)
+        lane = self._lanes[key] = _Lane(self, key)
+        lane.run(work)
 
     def on_idle(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, when nothing is under way any more; at once when that is so."""
@@ -41,44 +41,45 @@ class Lanes:
         else:
             callback()
 
-    def _start(self, key: TimerRef, work: Work) -> None:
-        """A loop, not a recursion: pieces that end without waiting must not deepen the stack."""
-        state = _Turn()
-        current: Work | None = work
-        while current is not None:
-            state.ended = False
-            state.inline = True
-            start_fiber(current(), lambda error: self._ended(key, state, error))
-            state.inline = False
-            if not state.ended:
-                return
-            current = self._next(key)
-
-    def _ended(self, key: TimerRef, turn: _Turn, error: BaseException | None) -> None:
-        if error is not None:
-            self._on_error(key, error)
-        turn.ended = True
-        if not turn.inline:
-            following = self._next(key)
-            if following is not None:
-                self._start(key, following)
-
-    def _next(self, key: TimerRef) -> Work | None:
-        lane = self._lanes[key]
-        if lane:
-            return lane.popleft()
+    def close(self, key: TimerRef) -> None:
+        """A lane has come to its end."""
         del self._lanes[key]
         if not self._lanes and self._idle is not None:
             callback, self._idle = self._idle, None
             callback()
-        return None
 
 
-class _Turn:
-    """Whether the piece at hand has ended, and whether its starter is still on the stack to see that."""
+class _Lane:
+    """The work of one timer. It loops over pieces that end without waiting: they must not deepen the stack."""
 
-    __slots__ = ("ended", "inline")
+    __slots__ = ("_ended", "_key", "_lanes", "_starting", "waiting")
 
-    def __init__(self) -> None:
-        self.ended = False
-        self.inline = False
+    def __init__(self, lanes: Lanes, key: TimerRef) -> None:
+        self._lanes = lanes
+        self._key = key
+        self._starting = False
+        self._ended = False
+        self.waiting: deque[Work] = deque()
+
+    def run(self, work: Work) -> None:
+        while True:
+            self._starting, self._ended = True, False
+            start_fiber(work(), self._on_done)
+            self._starting = False
+            if not self._ended:
+                return  # it waits for something; ``_on_done`` goes on with the lane
+            if not self.waiting:
+                self._lanes.close(self._key)
+                return
+            work = self.waiting.popleft()
+
+    def _on_done(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._lanes.on_error(self._key, error)
+        self._ended = True
+        if self._starting:
+            return
+        if self.waiting:
+            self.run(self.waiting.popleft())
+        else:
+            self._lanes.close(self._key)

@@ -30,11 +30,11 @@ class Problems:
         if self._known.get(timer_ref) == error.message:
             return
         self._known[timer_ref] = error.message
-        self._metrics.problems.set(len(self._known))
+        self._metrics.problems = len(self._known)
         self._log.error(events.STATE_UNREADABLE, timer_ref=timer_ref, reason=error.message)
 
     def solved(self, timer_ref: TimerRef) -> None:
         """The entry is readable again, or gone."""
         if self._known and self._known.pop(timer_ref, None) is not None:
-            self._metrics.problems.set(len(self._known))
+            self._metrics.problems = len(self._known)
             self._log.info(events.STATE_READABLE, timer_ref=timer_ref)

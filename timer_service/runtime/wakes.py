@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from timer_service import events
 from timer_service.clock import Clock
@@ -19,24 +20,11 @@ from timer_service.runtime.lanes import Lanes
 from timer_service.runtime.problems import Problems
 from timer_service.runtime.recent import Recent
 from timer_service.runtime.resumes import ResumeService
+from timer_service.runtime.settling import Delivery
 from timer_service.wire.records import UnreadableRecord, decode_wake
 
 _MAX_TRIES = 8
 _BACKOFF_S = 0.1
-
-
-class Delivery(Protocol):
-    """A message to settle, as ``timer_service.jetstream.consume`` delivers it."""
-
-    subject: str
-    data: bytes
-    headers: dict[str, str] | None
-    seq: int
-    stored_at_ms: int
-
-    async def ack(self) -> None: ...
-    async def nak(self, delay_ms: int = 0) -> None: ...
-    async def in_progress(self) -> None: ...
 
 
 class WakeService:
@@ -73,7 +61,7 @@ class WakeService:
             self._metrics.wake("unreadable")
             start_fiber(delivery.ack(), self._on_ack_error)
             return
-        self._lanes.run(wake.timer_ref, lambda: self._wake(wake, delivery))
+        self._lanes.run(wake.timer_ref, partial(self._wake, wake, delivery))
 
     def _on_ack_error(self, error: BaseException | None) -> None:
         if error is not None:
@@ -127,7 +115,7 @@ class WakeService:
 
     async def _elapsed(self, timer: Timer, revision: int) -> None:
         armed = self._driver.observe(timer.timer_ref, revision, summary_of(timer))
-        self._metrics.lateness.observe((timer.current.lateness_ms or 0) / 1000)
+        self._metrics.lateness(timer.current.lateness_ms or 0)
         await self._resumes.publish_first(timer, armed)
 
     async def _not_due(self, wake: Wake, stored: Stored) -> str:
