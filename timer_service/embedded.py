@@ -21,6 +21,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
+from timer_service.children import dies_with_parent as dies_with_parent_by
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -83,7 +85,8 @@ class EmbeddedBroker:
     ``start`` returns when clients can connect and the streams are loaded. ``stop`` and ``kill`` may be called
     at any time, also twice. ``sync_interval`` is how often written data is flushed to the disk: it matters
     when the machine loses power, not when the server is killed. ``extra_config`` is appended to the generated
-    configuration.
+    configuration. With ``dies_with_parent`` the server shuts down when the thread that started it (use the main
+    one) ends in whatever way; otherwise it outlives a killed parent.
 
     Not thread-safe. Calls block: a second for a start, up to ten for a stop.
     """
@@ -96,12 +99,14 @@ class EmbeddedBroker:
         sync_interval: str = "1s",
         max_file_store: str = "64GB",
         extra_config: str = "",
+        dies_with_parent: bool = False,
     ) -> None:
         self.data_dir: Final = Path(data_dir).absolute()
         self._port = port
         self._sync_interval = sync_interval
         self._max_file_store = max_file_store
         self._extra_config = extra_config
+        self._before_exec = dies_with_parent_by(signal.SIGTERM) if dies_with_parent else None
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -171,7 +176,7 @@ class EmbeddedBroker:
             try:
                 self._start_on(port)
             except EmbeddedServerError as error:
-                if isinstance(error, EmbeddedServerMissing | DataDirInUse) or not _taken(port):
+                if isinstance(error, EmbeddedServerMissing | DataDirInUse) or not port_taken(port):
                     raise
             else:
                 return port
@@ -194,6 +199,7 @@ class EmbeddedBroker:
                 stderr=subprocess.PIPE,
                 pass_fds=(lock,),
                 process_group=0,
+                preexec_fn=self._before_exec,  # noqa: PLW1509  (it only makes system calls)
             )
         finally:
             os.close(lock)
@@ -273,12 +279,13 @@ def _is_complete(ports_file: Path) -> bool:
 
 def _free_port() -> int:
     for port in random.sample(_PORTS, 200):
-        if not _taken(port):
+        if not port_taken(port):
             return port
     raise EmbeddedServerError(f"no free port on {_HOST}")
 
 
-def _taken(port: int) -> bool:
+def port_taken(port: int) -> bool:
+    """Whether somebody listens on this port of the loopback interface."""
     with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -11,7 +11,7 @@ import typer
 from timer_service import show
 from timer_service.cli import diagnose
 from timer_service.cli.arguments import Creds, Json, Nats
-from timer_service.cli.session import connected, refuse, run
+from timer_service.cli.session import connected, guarded, refuse, run
 from timer_service.config import DEFAULT_NATS_URL, Settings
 from timer_service.jetstream.provision import Provisioner
 from timer_service.logs import configure_logs, get_logger
@@ -34,7 +34,8 @@ def register(app: typer.Typer) -> None:
     app.command("serve")(settings_command(Settings, _serve, flags={"provision": ("--provision/--no-provision",)}))
     app.command("provision")(settings_command(Settings, _provision, only=("nats", "creds", *_SIZES)))
     app.command("doctor")(settings_command(Settings, _doctor, only=("nats", "creds", *_SIZES)))
-    app.command("stats")(stats)
+    app.command()(stats)
+    app.command()(demo)
 
 
 def _serve(settings: Settings) -> None:
@@ -83,6 +84,13 @@ def stats(nats: Nats = DEFAULT_NATS_URL, creds: Creds = None, as_json: Json = Fa
         _print_json(found)
     else:
         show.console().print(diagnose.tables(found), highlight=False)
+
+
+def demo() -> None:
+    """See it work: timers that survive a kill of the service, on a broker of their own, in about 12 seconds."""
+    from timer_service.demo import demo as play
+
+    raise typer.Exit(guarded(play))
 
 
 def _print_json(value: Any) -> None:

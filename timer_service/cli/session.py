@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -19,6 +19,7 @@ from timer_service.jetstream.publish import Publisher
 
 CONNECT_TIMEOUT_S = 4.0
 INTERRUPTED = 130
+TERMINATED = 143
 
 T = TypeVar("T")
 
@@ -30,13 +31,20 @@ def refuse(message: str, code: int = 1) -> NoReturn:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` to its end. What this project or the system raises on purpose becomes one line and exit code 1;
-    Ctrl-C ends quietly with 130, and so does a reader of our output that has gone (``| head``), with 1."""
+    """Run ``work`` to its end, as ``guarded`` does."""
+    return guarded(lambda: asyncio.run(work))
+
+
+def guarded(work: Callable[[], T]) -> T:
+    """Do ``work``. What this project or the system raises on purpose becomes one line and exit code 1; Ctrl-C ends
+    quietly with 130, SIGTERM with 143, and a reader of our output that has gone (``| head``) with 1."""
     try:
-        result = asyncio.run(work)
+        result = work()
         sys.stdout.flush()
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+    except asyncio.CancelledError:
+        raise typer.Exit(TERMINATED) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to complain at the end
         raise typer.Exit(1) from None
