@@ -13,7 +13,7 @@ from timer_service.wire.canonical import payload_sha256
 from timer_service.wire.commands import KINDS, Kind
 from timer_service.wire.instants import format_instant
 
-kinds: st.SearchStrategy[Kind] = st.sampled_from(KINDS)
+kinds: st.SearchStrategy[Kind] = st.sampled_from([*KINDS, "start", "start", "start"])  # the one with most fields
 
 _VISIBLE = st.characters(exclude_categories=["Cs", "Cc"])
 _ASCII = st.characters(min_codepoint=0x20, max_codepoint=0x7E)
@@ -56,10 +56,22 @@ JUNK: st.SearchStrategy[Any] = json_values | st.sampled_from(
         None, True, False, 0, 1, 2, -1, 1.0, 0.5, 1e300, 2**53 + 1, 2**63, 2**64, -(2**63), 10_000, 10_001,
         MAX_DELAY_MS + 1, MAX_DUE_MS + 1, "", "5", "1", "x" * 129, "x" * 257, "é" * 129, "x" * 1_025, "\0", "a\n",
         REF, REF.upper(), "a" * 64, "reject", "replace", "2030-01-01T00:00:00Z", "2030-01-01", "1969-12-31T23:59:59Z",
-        [], [1], {}, {"delay_ms": 0}, {"at": "x"}, {"name": "a", "node_id": "b"}, {"start": "a", "elapsed": "b"},
-        {"delay_ms": 1, "at_ms": 1},
+        [], [1], {},
     ]
 )  # fmt: skip
+# What would do in the field of that name, or nearly.
+_NEAR: dict[str, st.SearchStrategy[Any]] = {
+    "timer": st.sampled_from(
+        [{"name": "a"}, {"name": "a", "node_id": None}, {"name": "a", "node_id": "b"}, {"name": 1}]
+    ),
+    "due": st.sampled_from([{"delay_ms": 0}, {"delay_ms": None}, {"at": "x"}, {"at": ""}, {"delay_ms": 1, "at_ms": 1}]),
+    "at": st.text("0123456789-T:.Z+", max_size=30) | st.datetimes().map(lambda naive: naive.isoformat() + "Z"),
+    "edges": st.sampled_from([{"start": "a", "elapsed": "b"}, {"start": "a"}, {"start": "a", "elapsed": ""}, [], 0]),
+    "v": st.sampled_from([0, 1, 2, "1", True, 1.0]),
+    "delay_ms": st.integers(-1, 2),
+    "wait_ms": st.integers(9_999, 10_002),
+    "payload_sha256": st.sampled_from(["", "a" * 64]),
+}
 _FIELD_NAMES = st.sampled_from(
     [
         "v", "command_id", "timer", "timer_ref", "generation", "fence", "due", "edges", "max_retries", "payload",
@@ -130,9 +142,11 @@ def mutated(draw: st.DrawFn, fields: dict[str, Any]) -> dict[str, Any]:
         names = [*target]
         match draw(st.sampled_from(["value", "value", "less", "more"])):
             case "value" if names:
-                target[draw(st.sampled_from(names))] = draw(JUNK)
+                name = draw(st.sampled_from([*names, *(name for name in names if name in _NEAR)]))
+                target[name] = draw(_NEAR.get(name, JUNK) | JUNK)
             case "less" if names:
                 del target[draw(st.sampled_from(names))]
             case _:
-                target[draw(_FIELD_NAMES)] = draw(JUNK)
+                name = draw(_FIELD_NAMES)
+                target[name] = draw(_NEAR.get(name, JUNK) | JUNK)
     return changed
