@@ -10,6 +10,7 @@ import re
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from timer_service.domain.codes import Code
 from timer_service.domain.identity import (
@@ -25,7 +26,6 @@ from timer_service.domain.model import (
     MAX_DELAY_MS,
     MAX_DUE_MS,
     MIN_DUE_MS,
-    Absent,
     AnyCommand,
     Cancel,
     Complete,
@@ -73,12 +73,12 @@ class BadCommand(Exception):
         self.timer_ref: str | None = None
 
 
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     v: int
     command_id: str
 
 
-class KeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The key object: the four lineage parts, or a name with its namespace."""
 
     flow_id: str | None = None
@@ -89,13 +89,13 @@ class KeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     namespace: str | None = None
 
 
-class _Edges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Edges(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     start: str
     elapsed: str
     retry: str | None = None
 
 
-class DueBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DueBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """``due`` as sent: one of its three forms."""
 
     delay_ms: int | None = None
@@ -103,7 +103,7 @@ class DueBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at_ms: int | None = None
 
 
-class StartBody(_Strict, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StartBody(_Strict, frozen=True, kw_only=True):
     """The body of a start."""
 
     timer: KeyBody
@@ -116,11 +116,11 @@ class StartBody(_Strict, frozen=True, forbid_unknown_fields=True, kw_only=True):
     if_exists: Literal["reject", "replace"] | None = None
 
 
-class _ByRef(_Strict, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _ByRef(_Strict, frozen=True, kw_only=True):
     timer_ref: str
 
 
-class CancelBody(_ByRef, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CancelBody(_ByRef, frozen=True, kw_only=True):
     """The body of a cancel."""
 
     generation: int | None = None
@@ -128,20 +128,20 @@ class CancelBody(_ByRef, frozen=True, forbid_unknown_fields=True, kw_only=True):
     wait_ms: int | None = None
 
 
-class CompleteBody(_ByRef, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CompleteBody(_ByRef, frozen=True, kw_only=True):
     """The body of a complete."""
 
     generation: int
     fence: int
 
 
-class RetryBody(CompleteBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RetryBody(CompleteBody, frozen=True, kw_only=True):
     """The body of a retry."""
 
     due: DueBody | None = None
 
 
-class FailBody(CompleteBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class FailBody(CompleteBody, frozen=True, kw_only=True):
     """The body of a fail."""
 
     failure_code: str
@@ -156,9 +156,12 @@ _BODIES: dict[Kind, type[_Strict]] = {
     "cancel": CancelBody,
 }
 _DECODERS = {kind: msgspec.json.Decoder(body) for kind, body in _BODIES.items()}
-_OBJECTS = ("timer", "due", "edges")
 _EDGES = msgspec.json.Decoder(_Edges)
 _encode = msgspec.json.Encoder().encode
+
+
+def _encode_raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(_encode(value))
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -219,26 +222,27 @@ def _read_fields(kind: Kind, fields: dict[str, Any], body: bytes, envelope: Enve
         raise BadCommand(Code.MALFORMED, "command_id is not 1 to 128 printable ASCII characters")
     match read:
         case StartBody():
-            return _start(read, fields, envelope)
+            return _start(read, fields.get("payload"), envelope)
         case CancelBody():
-            return _cancel(read, fields, envelope)
+            return _cancel(read, envelope)
         case _:
-            return _feedback(kind, read, fields, envelope)
+            return _feedback(kind, read, envelope)
 
 
 # -- start --------------------------------------------------------------------------------------------------
 
 
-def _start(read: StartBody, fields: dict[str, Any], envelope: Envelope) -> Start:
+def _start(read: StartBody, payload: object, envelope: Envelope) -> Start:
     key = timer_key(read.timer)
     lineage = isinstance(key, LineageKey)
-    payload_sha256 = sha256_hex(canonical_json(fields.get("payload")))
+    edges = _edges(read.edges, lineage)
+    payload_sha256 = sha256_hex(canonical_json(payload))
     if read.payload_sha256 is not None and read.payload_sha256 != payload_sha256:
         raise BadCommand(Code.HASH_MISMATCH, f"payload_sha256 does not match; the payload's is {payload_sha256}")
     return Start(
         command_id=read.command_id,
         timer_ref=derive_timer_ref(key),
-        content=_content("start", fields, payload_sha256),
+        content=_content("start", replace(read, payload=_encode_raw(payload_sha256), edges=_encode_raw(edges))),
         order=envelope.order,
         accepted_at_ms=envelope.accepted_at_ms,
         timer=JsonText(_encode(key)),
@@ -248,7 +252,7 @@ def _start(read: StartBody, fields: dict[str, Any], envelope: Envelope) -> Start
         max_retries=_max_retries(read.max_retries),
         payload=read.payload,
         payload_sha256=payload_sha256,
-        edges=_edges(read.edges, lineage),
+        edges=ABSENT if edges is None else read.edges,
         runtime_sha256=_runtime(read.runtime_sha256, lineage),
     )
 
@@ -285,9 +289,9 @@ def _max_retries(value: int | msgspec.UnsetType | None) -> int | None:
     raise BadCommand(Code.MALFORMED, f"max_retries is not an integer from 0 to {MAX_RETRIES_LIMIT}, or null")
 
 
-def _edges(raw: msgspec.Raw, lineage: bool) -> JsonText | Absent:
+def _edges(raw: msgspec.Raw, lineage: bool) -> _Edges | None:
     if bytes(raw) == b"null":
-        return ABSENT
+        return None
     if not lineage:
         raise BadCommand(Code.MALFORMED, "edges belong to lineage timers only")
     try:
@@ -296,7 +300,7 @@ def _edges(raw: msgspec.Raw, lineage: bool) -> JsonText | Absent:
         raise BadCommand(Code.MALFORMED, f"edges: {error}") from None
     for name in edges.__struct_fields__:
         _edge(name, getattr(edges, name))
-    return raw
+    return edges
 
 
 def _edge(name: str, value: str | None) -> None:
@@ -318,7 +322,7 @@ def _runtime(value: str | None, lineage: bool) -> str | None:
 # -- cancel and feedback ------------------------------------------------------------------------------------
 
 
-def _cancel(read: CancelBody, fields: dict[str, Any], envelope: Envelope) -> Cancel:
+def _cancel(read: CancelBody, envelope: Envelope) -> Cancel:
     wait_ms = DEFAULT_WAIT_MS if read.wait_ms is None else read.wait_ms
     if not 0 <= wait_ms <= MAX_WAIT_MS:
         raise BadCommand(Code.MALFORMED, f"wait_ms is not within 0 to {MAX_WAIT_MS}")
@@ -327,7 +331,7 @@ def _cancel(read: CancelBody, fields: dict[str, Any], envelope: Envelope) -> Can
     return Cancel(
         command_id=read.command_id,
         timer_ref=_timer_ref(read.timer_ref),
-        content=_content("cancel", fields),
+        content=_content("cancel", read),
         order=envelope.order,
         accepted_at_ms=envelope.accepted_at_ms,
         generation=read.generation,
@@ -336,13 +340,13 @@ def _cancel(read: CancelBody, fields: dict[str, Any], envelope: Envelope) -> Can
     )
 
 
-def _feedback(kind: Kind, read: Any, fields: dict[str, Any], envelope: Envelope) -> AnyCommand:
+def _feedback(kind: Kind, read: Any, envelope: Envelope) -> AnyCommand:
     _at_least("generation", read.generation, 0)
     _at_least("fence", read.fence, 1)
     common = {
         "command_id": read.command_id,
         "timer_ref": _timer_ref(read.timer_ref),
-        "content": _content(kind, fields),
+        "content": _content(kind, read),
         "order": envelope.order,
         "accepted_at_ms": envelope.accepted_at_ms,
         "generation": read.generation,
@@ -401,20 +405,14 @@ def _at_least(name: str, value: int, least: int) -> None:
         raise BadCommand(Code.MALFORMED, f"{name} is {value}; {least} is the least")
 
 
-def _content(kind: Kind, fields: dict[str, Any], payload_sha256: str | None = None) -> str:
+def _content(kind: Kind, read: _Strict) -> str:
     """A hash of what was sent: the kind and all fields but the id. Half of a SHA-256 tells contents apart.
 
-    Null fields count as absent, inside objects too; only in ``max_retries`` null has a meaning of its own.
+    Taken over the fields as they were read, so spelling and order of the JSON do not matter, and null counts as
+    absent (but in ``max_retries``, where it has a meaning of its own). Fields that a later version adds must be
+    omitted when absent, so that what is stored stays comparable.
     """
-    sent = {name: value for name, value in fields.items() if value is not None or name == "max_retries"}
-    del sent["command_id"]
-    for name in _OBJECTS:
-        inner = sent.get(name)
-        if isinstance(inner, dict) and None in inner.values():
-            sent[name] = {key: value for key, value in inner.items() if value is not None}
-    if payload_sha256 is not None:
-        sent["payload"] = payload_sha256
-    return sha256_hex(kind.encode() + canonical_json(sent))[:32]
+    return sha256_hex(kind.encode() + _encode(replace(read, command_id="")))[:32]
 
 
 def _readable_id(fields: dict[str, Any]) -> str | None:
