@@ -94,21 +94,22 @@ class Child:
 
     async def kill(self) -> None:
         """SIGKILL, as a crash would end it, and wait until it is gone."""
-        self._signal(signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         await self.wait()
 
     async def stop(self, patience_s: float = 15.0) -> int | None:
         """SIGTERM, and SIGKILL after ``patience_s``. Returns the exit code, None when it was never started."""
         if self._process is None:
             return None
-        self._signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
         try:
             return await asyncio.wait_for(asyncio.shield(self.wait()), patience_s)
         except TimeoutError:
             await self.kill()
             return -signal.SIGKILL
 
-    def _signal(self, number: signal.Signals) -> None:
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal; nothing happens when it does not run."""
         if self.running and self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)

@@ -109,7 +109,7 @@ def story(record: Mapping[str, Any], now_ms: int) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     for label, value in _facts(record, now_ms):
         facts.add_row(Text(label, "dim"), value)
-    return Group(head, facts, "", _timeline(record["timeline"]))
+    return Group(head, facts, "", _timeline(record["timeline"], now_ms))
 
 
 def _facts(record: Mapping[str, Any], now_ms: int) -> list[tuple[str, Text]]:
@@ -153,23 +153,29 @@ def _waits_for(record: Mapping[str, Any], now_ms: int) -> str:
     return f"an answer{asked}: durable-timer complete|retry|fail {answer}"
 
 
-def _timeline(timeline: list[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("gen", "accepted", "due", "fired", "late", "resumes", "answer", "answered"):
-        table.add_column(column, justify="right" if column in ("gen", "late", "resumes") else "left", no_wrap=True)
+def _timeline(timeline: list[Mapping[str, Any]], now_ms: int) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for column in ("gen", "accepted", "due", "fired", "late", "sent", "answer", "answered"):
+        table.add_column(column, justify="right" if column in ("gen", "late", "sent") else "left")
     for entry in timeline:
         lateness = entry["lateness_ms"]
         table.add_row(
             str(entry["generation"]),
-            instant(entry["accepted_at_ms"]),
-            instant(entry["due_at_ms"]),
-            instant(entry["elapsed_at_ms"]),
+            _brief(entry["accepted_at_ms"], now_ms),
+            _brief(entry["due_at_ms"], now_ms),
+            _brief(entry["elapsed_at_ms"], now_ms),
             "–" if lateness is None else duration(lateness),
             str(entry["resumes"]),
             entry["answer"] or "–",
-            instant(entry["answered_at_ms"]),
+            _brief(entry["answered_at_ms"], now_ms),
         )
     return table
+
+
+def _brief(at_ms: int | None, now_ms: int) -> str:
+    """An instant of today without its date."""
+    text = instant(at_ms)
+    return text[11:] if text[:10] == instant(now_ms)[:10] else text
 
 
 # -- many timers ----------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -35,6 +36,7 @@ def register(app: typer.Typer) -> None:
     app.command("provision")(settings_command(Settings, _provision, only=("nats", "creds", *_SIZES)))
     app.command("doctor")(settings_command(Settings, _doctor, only=("nats", "creds", *_SIZES)))
     app.command()(stats)
+    app.command()(dev)
     app.command()(demo)
 
 
@@ -84,6 +86,24 @@ def stats(nats: Nats = DEFAULT_NATS_URL, creds: Creds = None, as_json: Json = Fa
         _print_json(found)
     else:
         show.console().print(diagnose.tables(found), highlight=False)
+
+
+def dev(
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Where everything is kept.")] = Path(".durable-timer"),
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the broker on the loopback interface.")] = 4222,
+    http: Annotated[str, typer.Option(metavar="HOST:PORT", help="Health of the timer service.")] = "127.0.0.1:8080",
+    consumer_http: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Health of the notify consumer.")
+    ] = "127.0.0.1:8081",
+    handlers: Annotated[
+        str | None, typer.Option(metavar="MODULE[:ATTRIBUTE]", help="Your handlers. Default: show and complete.")
+    ] = None,
+) -> None:
+    """Run broker, timer service and notify consumer on this machine until Ctrl-C."""
+    from timer_service import dev as development
+
+    options = development.DevOptions(data, port, http, consumer_http, handlers or development.DEFAULT_HANDLERS)
+    raise typer.Exit(guarded(lambda: development.dev(options)))
 
 
 def demo() -> None:
