@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -404,6 +405,19 @@ class Asked:
             raise AssertionError(f"no outcome within {within:g} s") from None
         self.seen.append(outcome)
         return outcome
+
+
+def publish_raw(port: int, subject: bytes, headers: bytes, body: bytes) -> None:
+    """Publish with a header block that no client library would write, and wait until the broker has read it."""
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.recv(65_536)
+        size = len(headers)
+        connection.sendall(
+            b'CONNECT {"headers":true,"verbose":false}\r\n'
+            + b"HPUB %s %d %d\r\n%s%s\r\nPING\r\n" % (subject, size, size + len(body), headers, body)
+        )
+        answer = connection.recv(65_536)
+    assert answer == b"PONG\r\n", answer
 
 
 def encoded(body: dict[str, Any]) -> bytes:

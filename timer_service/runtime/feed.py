@@ -161,7 +161,7 @@ class Feed:
             self._tally.reset()
         scan = _Scan(self)
         follower = self._make_follower(scan.apply, scan.done.set, 0)
-        known = self._driver.revisions()
+        known, problems = self._driver.revisions(), self._problems.known()
         try:
             await follower.start()
             await scan.done.wait()
@@ -172,6 +172,8 @@ class Feed:
         previous, self._live = self._live, follower
         if previous is not None:
             await previous.stop()
+        for timer_ref in problems - scan.seen:
+            self._problems.solved(timer_ref)  # purged by hand: the stream leaves no trace of that
         return scan.repairs + self._disarm_missing(scan.seen, known)
 
     def _disarm_missing(self, seen: set[TimerRef], known: dict[TimerRef, int]) -> int:

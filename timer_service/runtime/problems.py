@@ -24,6 +24,10 @@ class Problems:
     def __contains__(self, timer_ref: TimerRef) -> bool:
         return timer_ref in self._known
 
+    def known(self) -> set[TimerRef]:
+        """The entries that are unreadable now."""
+        return set(self._known)
+
     def report(self, error: UnreadableState) -> None:
         """Remember and log; saying the same again does nothing."""
         timer_ref = TimerRef(error.timer_ref)
