@@ -23,7 +23,7 @@ from tests.support.service import (
 from tests.support.stage import Stage
 from timer_service.jetstream import topology
 
-SETTINGS = {"reconcile_interval_ms": 2_000}
+SETTINGS = {"reconcile_interval_ms": 1_000, "snapshot_grace_ms": 1_000}
 SOON = {"delay_ms": 60_000}
 OUTCOME_FIELDS = {
     "command_id", "status", "code", "message", "timer_ref", "generation", "fence", "phase", "due_at_ms",
@@ -371,6 +371,26 @@ async def test_a_state_that_goes_bad_while_it_waits_blocks_nobody(desk: Desk, se
         assert engine.of(ref_of(key)) == []
     await desk.js.purge_stream(topology.STATE_STREAM, subject=topology.state_subject(ref_of(key)))
     await eventually(lambda: service.details()["problems"] == 0, what="the next scan to notice")
+
+
+async def test_the_payload_of_a_newer_state_is_not_swept(desk: Desk, service: Service) -> None:
+    """What a later version of the service has stored, its large payload too, is there when that version returns."""
+    key, orphan = {"name": unique()}, name_ref(unique())
+    await desk.ask("start", timer=key, due=SOON, payload="x" * 2_000)
+    entry = await desk.entry(ref_of(key))
+    assert entry is not None
+    newer = json.dumps({**json.loads(entry.data or b""), "v": 2, "snapshot_seq": None}).encode()
+    await put_by_hand(desk, ref_of(key), newer)
+    await desk.js.publish(topology.snapshot_subject(orphan, 0), b'"swept"')
+
+    async def swept() -> bool:
+        return await desk.snapshots_of(orphan) == 0
+
+    await eventually(swept, 15)
+    assert await desk.snapshots_of(ref_of(key)) == 1
+    await put_by_hand(desk, ref_of(key), entry.data or b"")
+    await eventually(lambda: service.details()["problems"] == 0)
+    assert (await desk.ask("cancel", timer_ref=ref_of(key)))["status"] == "accepted"
 
 
 async def test_a_foreign_key_in_the_bucket_is_reported(desk: Desk, service: Service, stage: Stage) -> None:

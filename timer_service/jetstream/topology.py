@@ -59,6 +59,11 @@ def snapshot_subject(timer_ref: str, generation: int) -> str:
     return f"{SNAPSHOT_PREFIX}{timer_ref}.{generation}"
 
 
+def snapshot_owner(subject: str) -> str:
+    """The timer_ref in the subject of a snapshot."""
+    return subject[len(SNAPSHOT_PREFIX) :].partition(".")[0]
+
+
 def terminal_subject(timer_ref: str) -> str:
     return TERMINAL_PREFIX + timer_ref
 

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from timer_service.clock import Clock
+from timer_service.domain.identity import TimerRef
 from timer_service.errors import BrokerError
 from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection
@@ -75,16 +76,23 @@ def _fill(info: dict[str, Any]) -> Fill:
 class SnapshotSweeper:
     """Finds snapshots that nothing refers to, and deletes them in batches."""
 
-    def __init__(self, connection: Connection, publisher: Publisher, snapshots: JetStreamSnapshots) -> None:
+    def __init__(
+        self, connection: Connection, publisher: Publisher, snapshots: JetStreamSnapshots, clock: Clock
+    ) -> None:
         self._connection = connection
         self._publisher = publisher
         self._snapshots = snapshots
+        self._clock = clock
 
-    async def sweep(self, referred: set[int], before_ms: int) -> int:
+    async def sweep(self, referred: set[int], spared: set[TimerRef], grace_ms: int) -> int:
+        """See ``runtime.reconciler.Sweeper``. The age counts by the broker's clock, which no test shifts."""
+        before_ms = self._clock.now_ms() - grace_ms
         unreferred: list[int] = []
 
         def look(delivery: Delivery) -> None:
-            if delivery.stored_at_ms < before_ms and delivery.seq not in referred:
+            if delivery.stored_at_ms >= before_ms or delivery.seq in referred:
+                return
+            if topology.snapshot_owner(delivery.subject) not in spared:
                 unreferred.append(delivery.seq)
 
         await read_all(self._connection, self._publisher, topology.SNAPSHOTS, f"{topology.SNAPSHOT_PREFIX}>", look)

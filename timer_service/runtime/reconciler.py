@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from timer_service import events
 from timer_service.clock import Clock
+from timer_service.domain.identity import TimerRef
 from timer_service.domain.model import Phase
 from timer_service.errors import BrokerError
 from timer_service.metrics import Metrics
@@ -16,6 +17,7 @@ from timer_service.ports import StreamState
 from timer_service.runtime.driver import Armed, Driver
 from timer_service.runtime.feed import Feed
 from timer_service.runtime.lanes import Lanes
+from timer_service.runtime.problems import Problems
 from timer_service.runtime.resumes import ResumeService
 from timer_service.runtime.terminals import Terminals
 
@@ -27,8 +29,11 @@ DUPLICATE_WINDOW_MS = 100_000
 class Sweeper(Protocol):
     """Removes what nothing refers to any more."""
 
-    async def sweep(self, referred: set[int], before_ms: int) -> int:
-        """Delete snapshots not in ``referred`` and stored before ``before_ms``; returns how many."""
+    async def sweep(self, referred: set[int], spared: set[TimerRef], grace_ms: int) -> int:
+        """Delete snapshots older than ``grace_ms`` that are neither ``referred`` to nor of a ``spared`` timer.
+
+        Returns how many.
+        """
         ...
 
 
@@ -43,6 +48,7 @@ class Reconciler:
         lanes: Lanes,
         resumes: ResumeService,
         terminals: Terminals,
+        problems: Problems,
         sweeper: Sweeper,
         look: Callable[[], Awaitable[StreamState]],
         metrics: Metrics,
@@ -57,6 +63,7 @@ class Reconciler:
         self._lanes = lanes
         self._resumes = resumes
         self._terminals = terminals
+        self._problems = problems
         self._sweeper = sweeper
         self._look = look
         self._metrics = metrics
@@ -124,10 +131,10 @@ class Reconciler:
         self._log.info(events.SCAN_FINISHED, repairs=repairs, armed=len(self._driver))
 
     async def _sweep(self) -> None:
-        """Snapshots that lost a race, or whose removal a crash prevented."""
+        """Snapshots that lost a race, or whose removal a crash prevented; what an unreadable state needs, stays."""
         referred = {armed.snapshot_seq for armed in self._driver.armed() if armed.snapshot_seq}
         try:
-            swept = await self._sweeper.sweep(referred, self._clock.now_ms() - self._grace_ms)
+            swept = await self._sweeper.sweep(referred, self._problems.known(), self._grace_ms)
         except BrokerError as error:
             self._log.info(events.WORK_FAILED, step="sweep", error=str(error))
             return
