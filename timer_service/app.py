@@ -69,7 +69,13 @@ class App:
         self.lanes = Lanes(self._on_work_error)
         self.archived = Archived()
         self.problems = Problems(self.metrics, self.log)
-        self.admission = Admission(settings.admission_watermark_percent, self.metrics, self.log)
+        self.admission = Admission(
+            settings.admission_watermark_percent,
+            self.metrics,
+            self.log,
+            state=topology.STATE_STREAM,
+            snapshots=topology.SNAPSHOTS,
+        )
         self._build_ring()
         self.monitor = Monitor(
             settings,

@@ -18,6 +18,7 @@ from timer_service.jetstream.stores import JetStreamSnapshots
 from timer_service.ports import Fill, StreamState
 
 _WATCHED = (topology.STATE_STREAM, topology.SNAPSHOTS, topology.TERMINALS, topology.RESUMES)
+ACCOUNT = "account"
 _SWEEP_BATCH = 64
 _SWEEP_PATIENCE_S = 60
 
@@ -40,8 +41,14 @@ class Watch:
     async def fills(self) -> tuple[dict[str, Fill], Fill]:
         """How full what starts use is, and the command stream. Raises BrokerError."""
         infos = {name: await self._info(name) for name in _WATCHED}
-        commands = await self._info(topology.COMMANDS)
-        return {name: _fill(info) for name, info in infos.items()}, _fill(commands)
+        fills = {name: _fill(info) for name, info in infos.items()}
+        fills[ACCOUNT] = await self._account()
+        return fills, _fill(await self._info(topology.COMMANDS))
+
+    async def _account(self) -> Fill:
+        """File storage of the account, all streams together; without a limit of its own it is never full."""
+        info = await self._publisher.api("INFO")
+        return Fill(info.get("storage", 0), info.get("limits", {}).get("max_storage", -1))
 
     async def _info(self, stream: str) -> dict[str, Any]:
         before_ms = self._clock.now_ms()

@@ -22,10 +22,11 @@ from timer_service.domain.summary import summary_of
 from timer_service.errors import Ambiguous, BrokerError, StorageFull, UnreadableState, WrongRevision
 from timer_service.fibers import start_fiber
 from timer_service.ports import Archive, Snapshots, StateStore, Stored
-from timer_service.runtime.admission import Admission
+from timer_service.runtime.admission import HOLD_MS, Admission
 from timer_service.runtime.archived import Archived
 from timer_service.runtime.driver import Driver
 from timer_service.runtime.early import EarlyCancels
+from timer_service.runtime.held import Held
 from timer_service.runtime.lanes import Lanes
 from timer_service.runtime.problems import Problems
 from timer_service.runtime.recent import Recent
@@ -43,6 +44,8 @@ _ENVELOPE_MARGIN = 512
 _GROWTH = 16 * 512 + 2_048
 """What receipts, timeline and a message can add to a state over its life, in bytes."""
 _LARGEST_KEY = 8_192
+_STATE_OVERHEAD = 1_024
+_HELD_S = 2 * HOLD_MS / 1000
 
 
 class CommandService:
@@ -83,6 +86,7 @@ class CommandService:
         self._max_payload = max_payload
         self._inline_max = inline_payload_max_bytes
         self._early = EarlyCancels(settling, self._enqueue)
+        self._held = Held(_HELD_S, lambda: asyncio.get_running_loop().time())
 
     # -- in ---------------------------------------------------------------------------------------------------
 
@@ -165,7 +169,10 @@ class CommandService:
         if isinstance(decision, Settled):
             await self._settled(work, timer, decision)
         elif decision.code is Code.UNKNOWN_TIMER and isinstance(command, Cancel) and not work.waited:
-            self._early.wait(work, command.wait_ms)
+            if command.timer_ref in self._held:
+                await self._settling.release(work, HOLD_MS)  # its start is queued for want of room: so is this
+            else:
+                self._early.wait(work, command.wait_ms)
         else:
             await self._settling.refuse(work, timer, decision)
         return True
@@ -230,7 +237,7 @@ class CommandService:
             message = f"its messages would have up to {size} bytes; the broker takes {self._max_payload()}"
             await self._settling.refuse(work, stored.timer, Refused(Code.TOO_LARGE, message))
             return None
-        if not self._admission.open:
+        if not self._admission.admit(*self._room(start)):
             await self._hold(work, self._admission.reason)
             return None
         former = stored.timer
@@ -257,12 +264,19 @@ class CommandService:
 
     async def _hold(self, work: Work, reason: str) -> None:
         """No room: a start stays queued without an outcome; it is refused when the queue itself is short of room."""
-        if isinstance(work.command, Start) and self._admission.commands_short:
-            message = f"{reason}; the command stream is more than half full"
-            await self._settling.refuse(work, None, Refused(Code.STORAGE_FULL, message))
-            return
+        if isinstance(work.command, Start):
+            if self._admission.commands_short:
+                message = f"{reason}; the command stream is more than half full"
+                await self._settling.refuse(work, None, Refused(Code.STORAGE_FULL, message))
+                return
+            self._held.note(work.command.timer_ref)
         self._log.info(events.COMMAND_HELD, kind=work.kind, timer_ref=work.command.timer_ref, reason=reason)
-        await self._settling.release(work, self._admission.hold_ms())
+        await self._settling.release(work, HOLD_MS)
+
+    def _room(self, start: Start) -> tuple[int, int]:
+        """About how many bytes a start takes in the state, and among the snapshots."""
+        size = _bytes(start)
+        return (_STATE_OVERHEAD, size + _STATE_OVERHEAD) if size > self._inline_max else (_STATE_OVERHEAD + size, 0)
 
     def _on_stray_error(self, error: BaseException | None) -> None:
         if error is not None:
