@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import nats.errors
 from nats.aio.client import Client
-from nats.aio.msg import Msg
 
 from timer_service.errors import (
     Ambiguous,
@@ -31,12 +30,30 @@ _NOT_FOUND_CODES = frozenset({10014, 10037, 10059})
 Listener = Callable[[], None]
 
 
+class Received:
+    """A message as received: what nats-py's own holds, without what a pull loop has no use for."""
+
+    __slots__ = ("_client", "_sid", "data", "headers", "reply", "subject")
+
+    def __init__(
+        self, subject: str, reply: str, data: bytes, headers: dict[str, str] | None, _client: Any, _sid: int
+    ) -> None:
+        self.subject = subject
+        self.reply = reply
+        self.data = data
+        self.headers = headers
+        self._client = _client
+        self._sid = _sid
+
+
 class _Client(Client):
     """nats-py 2.16 stops reading for good at a message whose header block is cut short or has an unreadable status.
 
     Any publisher of commands can send one, and the broker would deliver it again and again: it counts as one
     without headers here. Blocks that begin as they should are left to nats-py, which takes them whatever follows.
     """
+
+    msg_class: Any = Received
 
     def _process_headers(self, headers: Any) -> Any:
         reading = super()._process_headers(headers)
@@ -91,8 +108,12 @@ class Connection:
 
     async def close(self) -> None:
         """Write out what was published and close. Repeating it does nothing."""
-        if self._client is not None and not self._client.is_closed:
+        if self._client is None or self._client.is_closed:
+            return
+        try:
             await self._client.close()
+        except (nats.errors.Error, OSError) as error:
+            self.last_error = str(error)  # the broker is away; what was not written is lost either way
 
     @property
     def client(self) -> Client:
@@ -126,7 +147,7 @@ class Connection:
         self._lost = [known for known in self._lost if known != listener]
         self._returned = [known for known in self._returned if known != listener]
 
-    async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> Any:
+    async def subscribe(self, subject: str, callback: Callable[[Any], Awaitable[None]]) -> Any:
         """A plain subscription without limits of its own: those who ask for messages bound what is on its way."""
         return await self.client.subscribe(subject, cb=callback, pending_msgs_limit=0, pending_bytes_limit=0)
 

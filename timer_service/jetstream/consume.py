@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from nats.aio.msg import Msg
+import nats.errors
 
 from timer_service.errors import BrokerError
-from timer_service.jetstream.connection import Connection
+from timer_service.jetstream.connection import Connection, Received
 
 _HEARTBEAT_NS = 1_000_000_000
 _EXPIRES_NS = 30_000_000_000
@@ -41,7 +41,7 @@ class Delivery:
         "subject",
     )
 
-    def __init__(self, loop: PullLoop, message: Msg) -> None:
+    def __init__(self, loop: PullLoop, message: Received) -> None:
         self._loop = loop
         self.subject = message.subject
         self.data = message.data
@@ -128,7 +128,14 @@ class PullLoop:
             self._watchdog.cancel()
         subscription, self._subscription = self._subscription, None
         if subscription is not None and self._connection.connected:
-            await subscription.drain()  # what is here already is handed back by ``_on_message``
+            await self._drain(subscription)
+
+    async def _drain(self, subscription: Any) -> None:
+        """What is here already is handed back by ``_on_message``; without a broker it is delivered again anyway."""
+        try:
+            await asyncio.wait_for(subscription.drain(), self._connection.timeout_s)
+        except (TimeoutError, nats.errors.Error, OSError):
+            self.healthy = False
 
     async def hand_back(self) -> int:
         """Give back all that is not settled, for others to take at once; returns how many messages that were."""
@@ -183,7 +190,7 @@ class PullLoop:
         except BrokerError:
             self.healthy = False  # the watchdog asks again
 
-    async def _on_message(self, message: Msg) -> None:
+    async def _on_message(self, message: Received) -> None:
         self._heard = asyncio.get_running_loop().time()
         if message.reply.startswith("$JS.ACK."):
             self.healthy = True
@@ -199,7 +206,7 @@ class PullLoop:
         else:
             await self._on_status(message)
 
-    async def _on_status(self, message: Msg) -> None:
+    async def _on_status(self, message: Received) -> None:
         headers = message.headers or {}
         status = headers.get("Status")
         if status == "100":

@@ -14,11 +14,10 @@ from typing import Any
 
 import msgspec
 import nats.errors
-from nats.aio.msg import Msg
 
 from timer_service.errors import Ambiguous, BrokerError, NotFound, RequestRefused, Unavailable, WrongRevision
 from timer_service.fibers import Pending
-from timer_service.jetstream.connection import Connection, api_error
+from timer_service.jetstream.connection import Connection, Received, api_error
 
 _SWEEP_S = 0.25
 _WRONG_SEQUENCE = frozenset({10071, 10164})
@@ -54,7 +53,7 @@ class Message(msgspec.Struct):
     data: bytes
 
 
-Reader = Callable[[Msg], Any]
+Reader = Callable[[Received], Any]
 
 
 class Publisher:
@@ -139,7 +138,7 @@ class Publisher:
             raise Unavailable(f"{subject}: {error!r}") from error
         return pending
 
-    async def _on_reply(self, message: Msg) -> None:
+    async def _on_reply(self, message: Received) -> None:
         entry = self._inflight.pop(message.subject[len(self._prefix) :], None)
         if entry is None:
             return
@@ -171,7 +170,7 @@ class Publisher:
                 pending.fail(Ambiguous(f"no reply from the broker within {self._timeout_s:g} s"))
 
 
-def _read_ack(message: Msg) -> Ack:
+def _read_ack(message: Received) -> Ack:
     if not message.data:
         raise Unavailable("no stream takes this subject")
     ack = _acks.decode(message.data)
@@ -187,7 +186,7 @@ def _refusal(error: _Error) -> BrokerError:
     return api_error({"code": error.code, "err_code": error.err_code, "description": error.description}, "publish")
 
 
-def _read_message(message: Msg) -> Message | None:
+def _read_message(message: Received) -> Message | None:
     headers = message.headers or {}
     status = headers.get("Status")
     if status == "404":
@@ -197,7 +196,7 @@ def _read_message(message: Msg) -> Message | None:
     return Message(headers["Nats-Subject"], int(headers["Nats-Sequence"]), headers, message.data)
 
 
-def _read_api(message: Msg) -> dict[str, Any]:
+def _read_api(message: Received) -> dict[str, Any]:
     if not message.data:
         raise Unavailable("nobody answers")
     answer: dict[str, Any] = msgspec.json.decode(message.data)

@@ -7,6 +7,7 @@ that is hashed, once by msgspec for the typed fields and the payload's own text,
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -171,6 +172,7 @@ class Envelope(msgspec.Struct, frozen=True):
     accepted_at_ms: int
 
 
+@lru_cache(maxsize=64)
 def subject_kind(subject: str) -> tuple[Kind | None, int | None]:
     """Kind and version named by a command subject; None for what is not known."""
     tokens = subject.split(".")
