@@ -146,7 +146,7 @@ class EmbeddedBroker:
         if self._port:
             self._start_on(self._port)
         else:
-            self._port = self._start_on_a_free_port()
+            self._port = self._start_on_afree_port()
 
     def stop(self) -> None:
         """Shut the server down cleanly (SIGTERM) and wait for its end."""
@@ -172,7 +172,7 @@ class EmbeddedBroker:
     def _start_on_a_free_port(self) -> int:
         """Between finding a free port and listening on it somebody else may take it: then try another."""
         for _ in range(_START_ATTEMPTS):
-            port = _free_port()
+            port = free_port()
             try:
                 self._start_on(port)
             except EmbeddedServerError as error:
@@ -277,7 +277,8 @@ def _is_complete(ports_file: Path) -> bool:
         return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback interface that nobody uses now, below those that the system hands out itself."""
     for port in random.sample(_PORTS, 200):
         if not port_taken(port):
             return port

@@ -6,7 +6,6 @@ wrongly; 130 after Ctrl-C.
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -20,6 +19,8 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         typer.echo(f"durable-timer {version('durable-timer')}")
         raise typer.Exit
 

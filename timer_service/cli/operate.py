@@ -15,7 +15,6 @@ from timer_service.cli.arguments import Creds, Json, Nats
 from timer_service.cli.session import connected, guarded, refuse, run
 from timer_service.config import DEFAULT_NATS_URL, Settings
 from timer_service.jetstream.provision import Provisioner
-from timer_service.logs import configure_logs, get_logger
 from timer_service.options import settings_command
 from timer_service.wire.canonical import exact_json
 
@@ -43,6 +42,7 @@ def register(app: typer.Typer) -> None:
 def _serve(settings: Settings) -> None:
     """Run the timer service against a NATS server until SIGTERM."""
     from timer_service.app import serve
+    from timer_service.logs import configure_logs, get_logger
 
     if settings.driver == "native":
         refuse("--driver native is not built yet; --driver heap is the one there is", 2)

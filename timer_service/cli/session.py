@@ -17,7 +17,7 @@ from timer_service.errors import DurableTimerError, Unavailable
 from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.publish import Publisher
 
-CONNECT_TIMEOUT_S = 4.0
+CONNECT_TIMEOUT_S = 3.0
 INTERRUPTED = 130
 TERMINATED = 143
 
