@@ -146,7 +146,7 @@ class EmbeddedBroker:
         if self._port:
             self._start_on(self._port)
         else:
-            self._port = self._start_on_afree_port()
+            self._port = self._start_on_a_free_port()
 
     def stop(self) -> None:
         """Shut the server down cleanly (SIGTERM) and wait for its end."""
