@@ -12,6 +12,7 @@ one's place, and what is armed without a state behind it is disarmed. So normal 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -155,11 +156,13 @@ class Feed:
 
         ``distrust`` forgets what was known first: the stream is not the one that it was learnt from.
         """
+        accounted: float = self._tally.position
         if distrust:
+            accounted = math.inf
             self._recent.clear()
             self._driver.forget_revisions()
             self._tally.reset()
-        scan = _Scan(self)
+        scan = _Scan(self, accounted)
         follower = self._make_follower(scan.apply, scan.done.set, 0)
         known, problems = self._driver.revisions(), self._problems.known()
         try:
@@ -240,10 +243,14 @@ class Feed:
 
 
 class _Scan:
-    """One pass over the state, beside the live feed."""
+    """One pass over the state, beside the live feed.
 
-    def __init__(self, feed: Feed) -> None:
+    Up to ``accounted`` everything should be armed as it is; what comes after are the changes of the meantime.
+    """
+
+    def __init__(self, feed: Feed, accounted: float) -> None:
         self._feed = feed
+        self._accounted = accounted
         self.seen: set[TimerRef] = set()
         self.done = asyncio.Event()
         self.repairs = 0
@@ -259,6 +266,8 @@ class _Scan:
         if _REMOVED_HEADER not in (change.headers or {}):
             self.seen.add(timer_ref)
         self._feed.take(change)
+        if change.seq > self._accounted:
+            return
         after = self._feed._driver.get(timer_ref)
         if after is not None and after.revision > revision and after.phase in (Phase.WAITING, Phase.ELAPSED):
             self.repairs += 1

@@ -103,18 +103,20 @@ class Reconciler:
 
     async def _evidence(self) -> str | None:
         """A reason to distrust what is armed, None when there is none (or the broker is not there to ask)."""
+        position, armed = self._feed.position, len(self._driver)  # while the answer is on its way both may grow
         try:
             state = await self._look()
         except BrokerError:
             return None
+        armed = min(armed, len(self._driver))
         await self._feed.look(state.last_seq)
         previous, self._created = self._created, state.created
         if previous and state.created != previous:
             return "the state stream was created anew"
-        if state.last_seq < self._feed.position:
-            return f"the state stream went back from {self._feed.position} to {state.last_seq}"
-        if len(self._driver) > state.subjects:
-            return f"{len(self._driver)} are armed, and the state has {state.subjects} keys"
+        if state.last_seq < position:
+            return f"the state stream went back from {position} to {state.last_seq}"
+        if armed > state.subjects:
+            return f"{armed} are armed, and the state has {state.subjects} keys"
         return None
 
     async def _scan(self, evidence: str | None) -> None:
