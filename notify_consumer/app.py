@@ -41,7 +41,7 @@ class App:
         self._settings = settings
         self._log = get_logger()
         self._stopping = asyncio.Event()
-        self._drained = False
+        self._working = False
         self._outbox_error: str | None = "not opened yet"
         self._counts: dict[State, int] = {}
         self.metrics = Metrics()
@@ -95,6 +95,7 @@ class App:
         await self._open_outbox()
         await self.connection.open()
         await self.client.open()
+        self._working = True
         consuming = asyncio.create_task(self.consumer.run(), name="app.consumer")
         relaying = asyncio.create_task(self.relay.run(), name="app.relay")
         stopping = asyncio.create_task(self._stopping.wait(), name="app.stopping")
@@ -125,9 +126,8 @@ class App:
                 return
 
     async def _ended(self, serving: asyncio.Task[None]) -> None:
-        """Wait for the parts to drain; when they were not even up, end them at once."""
-        if self._outbox_error is not None or not self.connection.connected:
-            await asyncio.wait({serving}, timeout=self._settings.drain_grace_ms / 1000)
+        """Wait for the parts to drain; while they are not even up there is nothing to wait for."""
+        if not self._working:
             serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await serving
