@@ -145,7 +145,7 @@ class Service:
 
         def reasons() -> list[dict[str, str]]:
             code, body = self.readyz()
-            return [] if code == 200 else list(body["reasons"])
+            return list(body["reasons"]) if code == 503 else []
 
         return list(await eventually(reasons, within, what="503 of /readyz"))
 
@@ -308,10 +308,20 @@ class Desk:
         return await (await self.asked(subject, data, headers)).outcome(within)
 
     async def asked(self, subject: str, data: bytes, headers: dict[str, str] | None = None) -> Asked:
-        """Publish, and collect the outcomes later."""
+        """Publish, and collect the outcomes later. Publishes again until the broker says that it has it."""
         reply = f"{self._inbox}.{uuid.uuid4().hex}"
         queue = self._waiting[reply] = asyncio.Queue()
-        await self.js.publish(subject, data, headers={"Durable-Timer-Reply": reply, **(headers or {})})
+
+        async def stored() -> bool:
+            try:
+                await self.js.publish(
+                    subject, data, timeout=1, headers={"Durable-Timer-Reply": reply, **(headers or {})}
+                )
+            except nats.errors.Error:
+                return False
+            return True
+
+        await eventually(stored, 20, what=f"{subject} to be stored")
         return Asked(queue)
 
     async def send(self, kind: str, /, **body: Any) -> None:
