@@ -80,6 +80,7 @@ class App:
         self.monitor = Monitor(
             settings,
             self.connection,
+            self.publisher,
             Provisioner(self.connection, settings.sizes),
             self.watch,
             self.admission,
@@ -222,8 +223,8 @@ class App:
 
     async def _work(self) -> None:
         await self._connect()
-        await self.monitor.prepare_broker()
         await self.publisher.start()
+        await self.monitor.prepare_broker()
         self.connection.on_returned(self.feed.heard)
         await self.connection.subscribe(topology.STATE_FILTER, self._on_foreign_write)
         await self._until_done(self.feed.start)

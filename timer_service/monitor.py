@@ -11,7 +11,9 @@ from timer_service.config import Settings
 from timer_service.errors import BrokerError
 from timer_service.http import Readiness, Reason
 from timer_service.jetstream.connection import Connection
-from timer_service.jetstream.provision import Finding, Provisioner
+from timer_service.jetstream.permissions import missing_permissions
+from timer_service.jetstream.provision import BLOCKING, Finding, Provisioner
+from timer_service.jetstream.publish import Publisher
 from timer_service.jetstream.watch import Watch
 from timer_service.metrics import Metrics
 from timer_service.runtime.admission import Admission
@@ -29,6 +31,7 @@ class Monitor:
         self,
         settings: Settings,
         connection: Connection,
+        publisher: Publisher,
         provisioner: Provisioner,
         watch: Watch,
         admission: Admission,
@@ -40,6 +43,7 @@ class Monitor:
     ) -> None:
         self._settings = settings
         self._connection = connection
+        self._publisher = publisher
         self._provisioner = provisioner
         self._watch = watch
         self._admission = admission
@@ -131,7 +135,7 @@ class Monitor:
         return [] if full is None else [Reason("storage_full", full, text)]
 
     def _missing(self) -> bool:
-        return self._findings is None or any(finding.code == "missing" for finding in self._findings)
+        return self._findings is None or any(finding.code in BLOCKING for finding in self._findings)
 
     async def _create_missing(self) -> None:
         if not self._settings.provision:
@@ -148,5 +152,6 @@ class Monitor:
     async def _read_findings(self) -> None:
         try:
             self._findings = await self._provisioner.check()
+            self._findings += await missing_permissions(self._publisher)
         except BrokerError as error:
             self._findings = [Finding("broker_unavailable", "JetStream", str(error))]

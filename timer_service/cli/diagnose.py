@@ -16,6 +16,7 @@ from timer_service.config import Settings
 from timer_service.errors import BrokerError, NotFound
 from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection
+from timer_service.jetstream.permissions import missing_permissions
 from timer_service.jetstream.provision import Finding, Provisioner
 from timer_service.jetstream.watch import Watch
 
@@ -46,6 +47,8 @@ async def examine(settings: Settings) -> list[Check]:
     """All checks, in the order of the way from the server to the clocks. Raises BrokerError when it can't look."""
     async with connected(settings.nats, settings.creds) as connection:
         findings = await Provisioner(connection, settings.sizes).check()
+        async with publisher(connection) as asker:
+            findings += await missing_permissions(asker)
         checks = [_of("nats-server", f"version {connection.server_version}", findings)]
         checks += [_of(name, "as it must be", findings) for name in _resources()]
         known = {check.resource for check in checks}

@@ -16,6 +16,8 @@ from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.topology import ConsumerSpec, Sizes, StreamSpec
 
 MIN_SERVER = (2, 12, 0)
+BLOCKING = frozenset({"missing", "subject_taken"})
+"""Findings that leave the ring nothing to run on."""
 
 Api = Callable[..., Any]
 
@@ -62,10 +64,14 @@ class Provisioner:
     async def check(self) -> list[Finding]:
         """What keeps waiting timers from being safe here; empty when all is well. Raises BrokerError."""
         findings = self._check_server()
+        configs: list[dict[str, Any]] = []
         for spec in self._streams:
             answer = await self._looked_up(f"STREAM.INFO.{spec.name}", spec.name, findings)
             if answer is not None:
+                configs.append(answer["config"])
                 findings += check_stream(spec, answer["config"])
+        await self._name_owners(findings)
+        findings += check_account(await self._api("INFO"), configs)
         for consumer in topology.CONSUMERS:
             name = f"{consumer.stream} > {consumer.name}"
             answer = await self._looked_up(f"CONSUMER.INFO.{consumer.stream}.{consumer.name}", name, findings)
@@ -89,6 +95,18 @@ class Provisioner:
         if answer is None:
             findings.append(Finding("missing", resource, "does not exist; run `durable-timer provision`"))
         return answer
+
+    async def _name_owners(self, findings: list[Finding]) -> None:
+        """Where a stream is missing since a foreign one owns its subject, say so: creating it can't help."""
+        for index, finding in enumerate(findings):
+            spec = next((spec for spec in self._streams if spec.name == finding.resource), None)
+            if finding.code != "missing" or spec is None:
+                continue
+            for subject in spec.subjects:
+                owners = (await self._api("STREAM.NAMES", {"subject": subject})).get("streams") or []
+                if owners:
+                    text = f"does not exist, and its subject {subject} belongs to stream {owners[0]}; free it there"
+                    findings[index] = Finding("subject_taken", spec.name, text)
 
     async def _info(self, request: str) -> dict[str, Any] | None:
         try:
@@ -165,6 +183,16 @@ def check_stream(spec: StreamSpec, config: dict[str, Any]) -> list[Finding]:
     if spec.options.get("max_msgs_per_subject") == 1 and config.get("max_msgs_per_subject") != 1:
         wrong.append(("max_msgs_per_subject", config.get("max_msgs_per_subject"), 1))
     return [Finding("bad_policy", spec.name, f"{field} is {is_!r}; it must be {must!r}") for field, is_, must in wrong]
+
+
+def check_account(info: dict[str, Any], configs: list[dict[str, Any]]) -> list[Finding]:
+    """Whether the account can hold what the streams are allowed to take, all together."""
+    limit = info.get("limits", {}).get("max_storage", -1)
+    wanted = sum(max(config.get("max_bytes", 0), 0) * config.get("num_replicas", 1) for config in configs)
+    if limit <= 0 or wanted <= limit:
+        return []
+    text = f"max_bytes of the streams add up to {wanted} bytes; max_storage is {limit}, and must be at least as much"
+    return [Finding("bad_policy", "account", text)]
 
 
 def _wrong_age(spec: StreamSpec, max_age: int) -> list[tuple[str, object, object]]:
