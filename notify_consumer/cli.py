@@ -18,9 +18,9 @@ from notify_consumer.outbox import make_outbox
 from notify_consumer.outbox.base import Outbox, Row, State
 from timer_service.logs import configure_logs
 from timer_service.options import settings_command
-from timer_service.wire.canonical import MalformedJson, strict_loads
+from timer_service.wire.canonical import MalformedJson, exact_json, strict_loads
 
-Json = Annotated[bool, typer.Option("--json", help="print JSON, for machines")]
+Json = Annotated[bool, typer.Option("--json", help="print one line of JSON, for machines")]
 ResumeId = Annotated[str, typer.Argument(metavar="RESUME_ID", help="as `outbox list` shows it")]
 
 app = typer.Typer(
@@ -90,12 +90,12 @@ async def _listed(outbox: Outbox, state: State | None, limit: int) -> tuple[list
     return await outbox.browse(state, limit), {each.value: count for each, count in counts.items()}
 
 
-def _show(settings: Settings, resume_id: ResumeId) -> None:
-    """Show all that is known of one row, as JSON."""
+def _show(settings: Settings, resume_id: ResumeId, json: Json = False) -> None:
+    """Show all that is known of one row."""
     row = _run(settings, lambda outbox: outbox.get(resume_id))
     if row is None:
         refuse(f"{resume_id} is not in {settings.outbox}")
-    _print_json(_plain(row, body=True))
+    _print_json(_plain(row, body=True), indent=0 if json else 2)
 
 
 def _revive(settings: Settings, resume_id: ResumeId) -> None:
@@ -121,7 +121,7 @@ for _name, _command in _COMMANDS.items():
 
 def _run(settings: Settings, work: Any) -> Any:
     try:
-        return asyncio.run(_with_outbox(make_outbox(settings.outbox), work))
+        return asyncio.run(_with_outbox(make_outbox(settings.outbox, create=False), work))
     except OutboxError as error:
         refuse(str(error))
 
@@ -149,5 +149,7 @@ def _readable(body: bytes) -> object:
         return body.decode("utf-8", "replace")
 
 
-def _print_json(value: object) -> None:
-    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+def _print_json(value: object, indent: int = 0) -> None:
+    """On one line, or indented for people."""
+    text = exact_json(value)
+    typer.echo((msgspec.json.format(text, indent=indent) if indent else text).decode())

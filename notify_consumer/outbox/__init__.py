@@ -12,10 +12,10 @@ from notify_consumer.outbox.sqlite import SqliteOutbox
 _SQLITE = "sqlite:"
 
 
-def make_outbox(url: str) -> Outbox:
-    """The store that ``url`` names, not opened yet. Raises BadSetting."""
+def make_outbox(url: str, *, create: bool = True) -> Outbox:
+    """The store that ``url`` names, not opened yet; without ``create`` it must be there. Raises BadSetting."""
     check_outbox(url)
-    return SqliteOutbox(url.removeprefix(_SQLITE).removeprefix("//"))
+    return SqliteOutbox(url.removeprefix(_SQLITE).removeprefix("//"), create=create)
 
 
 def check_outbox(url: str) -> str:

@@ -115,10 +115,10 @@ _REBASE = """
 
 
 class SqliteOutbox:
-    """The outbox in the file ``path``; its folder is created when missing."""
+    """The outbox in the file ``path``; it and its folder are created when missing, if ``create``."""
 
-    def __init__(self, path: str) -> None:
-        self._thread = SqliteThread(path, _rebase)
+    def __init__(self, path: str, *, create: bool = True) -> None:
+        self._thread = SqliteThread(path, _rebase, create=create)
         self._seen_ms = 0
 
     async def open(self) -> None:

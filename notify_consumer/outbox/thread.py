@@ -27,8 +27,9 @@ _Waiting = tuple[Job[Any], bool, "asyncio.Future[Any]"]
 class SqliteThread:
     """Runs jobs on the database at ``path``, which is opened (and opened again after a failure) when needed."""
 
-    def __init__(self, path: str, prepare: Job[None]) -> None:
+    def __init__(self, path: str, prepare: Job[None], *, create: bool = True) -> None:
         self._path = path
+        self._mode = "rwc" if create else "rw"
         self._prepare = prepare
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="outbox")
         self._queue: list[_Waiting] = []
@@ -81,7 +82,7 @@ class SqliteThread:
         """The result of each job, or its exception."""
         try:
             return self._transaction(batch)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             if not _is_busy(error):
                 self._disconnect()
             return [OutboxUnavailable(f"{self._path}: {error}") for _ in batch]
@@ -100,8 +101,12 @@ class SqliteThread:
         return results
 
     def _connect(self) -> sqlite3.Connection:
-        Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(self._path, timeout=BUSY_TIMEOUT_MS / 1000, isolation_level=None)
+        path = Path(self._path).absolute()
+        if self._mode == "rwc":
+            path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(
+            f"{path.as_uri()}?mode={self._mode}", uri=True, timeout=BUSY_TIMEOUT_MS / 1000, isolation_level=None
+        )
         try:
             connection.row_factory = sqlite3.Row
             connection.execute("PRAGMA journal_mode = WAL")
@@ -138,5 +143,5 @@ def _settle(future: asyncio.Future[Any], result: Any) -> None:
         future.set_result(result)
 
 
-def _is_busy(error: sqlite3.Error) -> bool:
+def _is_busy(error: Exception) -> bool:
     return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED"))
