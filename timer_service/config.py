@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -19,6 +20,12 @@ def _host_and_port(value: str) -> str:
     if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError("must be HOST:PORT, such as 127.0.0.1:8080")
     return value
+
+
+def _file(path: str) -> str:
+    if not Path(path).is_file():
+        raise ValueError("must be a file that is there")
+    return path
 
 
 def _reply_prefix(value: str) -> str:
@@ -51,7 +58,8 @@ class Settings(BaseSettings):
         Field(min_length=1, validation_alias="DURABLE_TIMER_NATS_URL", description="URL of the NATS server or cluster"),
     ] = DEFAULT_NATS_URL
     creds: Annotated[
-        str | None, Field(validation_alias="DURABLE_TIMER_NATS_CREDS", description="credentials file for NATS")
+        Annotated[str, AfterValidator(_file)] | None,
+        Field(validation_alias="DURABLE_TIMER_NATS_CREDS", description="credentials file for NATS"),
     ] = None
     http: Annotated[Address, Field(description="HOST:PORT for /healthz, /readyz and /metrics")] = "127.0.0.1:8080"
     instance: Annotated[

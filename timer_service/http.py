@@ -74,9 +74,9 @@ class HttpServer:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((self._host, self.port))
-        except OSError:
+        except OSError as error:
             listener.close()
-            raise
+            raise OSError(error.errno, f"{self._host}:{self.port}: {error.strerror}") from None
         self.port = listener.getsockname()[1]
         self._task = asyncio.create_task(self._server.serve([listener]), name="http")
 

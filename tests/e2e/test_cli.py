@@ -122,37 +122,6 @@ def test_no_wait_returns_when_the_command_is_stored(cli: Cli) -> None:
     assert (cancelled["status"], cancelled["phase"]) == ("accepted", "cancelled")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("start", "--name", "a"),
-        ("start", "--name", "a", "--delay", "1h", "--delay-ms", "5"),
-        ("start", "--name", "a", "--delay", "an hour"),
-        ("start", "--delay", "1h"),
-        ("start", "--name", "a", "--flow-id", "f", "--delay", "1h"),
-        ("start", "--flow-id", "f", "--delay", "1h"),
-        ("start", "--name", "a", "--delay", "1h", "--payload", "not json"),
-        ("start", "--name", "a", "--delay", "1h", "--payload", '{"a":1,"a":2}'),
-        ("start", "--name", "a", "--delay", "1h", "--payload", "@/nowhere"),
-        ("start", "--name", "a", "--delay", "1h", "--max-retries", "-1"),
-        ("start", "--name", "a", "--delay", "1h", "--edges", "[]"),
-        ("cancel",),
-        ("cancel", "not-a-ref"),
-        ("get", "not-a-ref"),
-        ("complete", "aaaaaaaaaaaaaaaaaaaaaaaaaa", "one", "2"),
-        ("list", "--due-before", "soon"),
-        ("nonsense",),
-    ],
-    ids=" ".join,
-)
-def test_what_can_not_be_meant_is_a_usage_error(arguments: tuple[str, ...]) -> None:
-    """It exits 2, before anything is connected and without a traceback."""
-    done = Cli(NOBODY).run(*arguments)
-    assert done.returncode == 2, done
-    assert done.stderr
-    assert "Traceback" not in done.stderr
-
-
 # -- looking --------------------------------------------------------------------------------------------------
 
 
@@ -268,7 +237,7 @@ def test_stats_counts(cli: Cli) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("start", "--name", "a", "--delay", "1h"), ("get", "--name", "a"), ("list",), ("provision",), ("doctor",)],
+    [("start", "--name", "a", "--delay", "1h"), ("list",), ("doctor",)],
     ids=lambda arguments: arguments[0],
 )
 def test_a_broker_that_is_away_is_one_clear_line(arguments: tuple[str, ...]) -> None:
@@ -277,6 +246,26 @@ def test_a_broker_that_is_away_is_one_clear_line(arguments: tuple[str, ...]) -> 
     assert (done.returncode, done.stdout) == (1, "")
     [line] = done.stderr.splitlines()
     assert NOBODY in line
+
+
+@pytest.mark.parametrize("command", ["stats", "serve"])
+@pytest.mark.parametrize(
+    ("flag", "code"), [("--nats=nats://[", 1), ("--creds=/nowhere/to/be/found", 2)], ids=["url", "creds"]
+)
+def test_a_broker_that_can_not_be_meant_is_one_clear_line(command: str, flag: str, code: int) -> None:
+    """A URL or a credentials file that can't be used is told at once, by ``serve`` too."""
+    more = ("--http", "127.0.0.1:0") if command == "serve" else ()
+    done = Cli(NOBODY).run(command, flag, *more)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert flag.partition("=")[2] in done.stderr.splitlines()[-1]
+
+
+def test_an_address_in_use_is_named(stage: Stage) -> None:
+    """A second service on the same HTTP address ends with 1 and says which address it is."""
+    done = Cli(stage.broker.url).run("serve", "--http", f"127.0.0.1:{stage.service.port}")
+    assert done.returncode == 1
+    assert f"127.0.0.1:{stage.service.port}: Address already in use" in done.stderr.splitlines()[-1]
 
 
 def test_a_start_without_a_service_says_so(bare: Cli) -> None:

@@ -14,6 +14,7 @@ from timer_service.cli import diagnose
 from timer_service.cli.arguments import Creds, Json, Nats
 from timer_service.cli.session import connected, guarded, refuse, run
 from timer_service.config import DEFAULT_NATS_URL, Settings
+from timer_service.errors import Unavailable
 from timer_service.jetstream.provision import Provisioner
 from timer_service.options import settings_command
 from timer_service.wire.canonical import exact_json
@@ -49,7 +50,7 @@ def _serve(settings: Settings) -> None:
     configure_logs()
     try:
         asyncio.run(serve(settings, get_logger()))
-    except OSError as error:
+    except (OSError, Unavailable) as error:
         refuse(str(error))
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import typer
@@ -56,6 +57,7 @@ def guarded(work: Callable[[], T]) -> T:
 @asynccontextmanager
 async def connected(url: str, creds: str | None = None, *, timeout_ms: int = 5_000) -> AsyncIterator[Connection]:
     """A connection for the time of the block. Raises Unavailable when the broker is not there within seconds."""
+    _check_file(creds)
     connection = Connection(url, name="durable-timer-cli", creds=creds, timeout_ms=timeout_ms)
     try:
         await asyncio.wait_for(connection.open(), CONNECT_TIMEOUT_S)
@@ -66,6 +68,11 @@ async def connected(url: str, creds: str | None = None, *, timeout_ms: int = 5_0
         yield connection
     finally:
         await connection.close()
+
+
+def _check_file(creds: str | None) -> None:
+    if creds is not None and not Path(creds).is_file():
+        refuse(f"--creds: {creds} is not a file", 2)
 
 
 @asynccontextmanager

@@ -83,7 +83,13 @@ class Connection:
         self._returned: list[Listener] = []
 
     async def open(self) -> None:
-        """Connect; keeps trying until the broker is there. Cancel it to give up."""
+        """Connect; keeps trying until the broker is there. Cancel it to give up. Raises Unavailable for a bad URL."""
+        try:
+            await self._open()
+        except nats.errors.Error as error:
+            raise Unavailable(f"{self.url!r} can't be used: {str(error).removeprefix('nats: ')}") from error
+
+    async def _open(self) -> None:
         options: dict[str, Any] = {"reconnect_time_wait": _RECONNECT_WAIT_S}  # nats-py's annotation wants whole seconds
         if self._creds:
             options["user_credentials"] = self._creds

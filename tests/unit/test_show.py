@@ -1,0 +1,84 @@
+"""What people read: short, and safe for a terminal whatever was sent."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from timer_service import show
+
+NOW = 1_800_000_000_000
+ENTRY = {
+    "generation": 0, "accepted_at_ms": NOW - 5_000, "due_at_ms": NOW - 2_000, "woken_at_ms": NOW - 2_000,
+    "elapsed_at_ms": NOW - 1_990, "resumed_at_ms": None, "resumes": 1, "answer": None, "answered_at_ms": None,
+    "lateness_ms": 10,
+}  # fmt: skip
+RECORD = {
+    "timer_ref": "a" * 26, "timer": {"name": "tea", "namespace": "default"}, "phase": "elapsed", "generation": 0,
+    "fence": 2, "due_at_ms": NOW - 2_000, "retries_used": 0, "max_retries": None, "timeline": [ENTRY],
+}  # fmt: skip
+
+
+def story(**other: object) -> str:
+    out = io.StringIO()
+    Console(file=out, width=120).print(show.story({**RECORD, **other}, NOW), highlight=False)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [
+        (0, "0 ms"),
+        (999, "999 ms"),
+        (1_500, "1.5 s"),
+        (61_000, "1 m 1 s"),
+        (5_400_000, "1 h 30 m"),
+        (90_061_000, "1 d 1 h"),
+        (86_400_000, "1 d"),
+    ],
+)
+def test_durations_have_two_units_at_most(ms: int, text: str) -> None:
+    """Two units say enough."""
+    assert show.duration(ms) == text
+
+
+def test_text_from_outside_can_not_steer_the_terminal() -> None:
+    """Escape sequences, bidirectional overrides and line breaks of strangers are replaced."""
+    assert show.clean("a\x1b[31mb\u202ec\n\u009bd") == "a\ufffd[31mb\ufffdc\ufffd\ufffdd"
+    assert "\x1b" not in story(payload="\x1b[2J", message="\x1b]0;x\x07", timer={"name": "\u009b31m", "namespace": "n"})
+
+
+def test_rich_markup_in_names_is_text() -> None:
+    """A name in brackets is shown as it is."""
+    assert "[red]x[/]" in story(timer={"name": "[red]x[/]", "namespace": "default"})
+
+
+def test_keys_are_short() -> None:
+    """The default namespace goes without saying; a flow's node names its flow, version and execution."""
+    assert show.key({"name": "a", "namespace": "default"}) == "a"
+    assert show.key({"name": "a", "namespace": "n"}) == "n/a"
+    flow = {"flow_id": "f", "flow_version": "2", "root_execution_id": "r", "node_id": "wait"}
+    assert show.key(flow) == "f@2 wait of r"
+
+
+def test_the_story_says_what_a_timer_waits_for() -> None:
+    """Its due time, the service when overdue, an answer with the command that gives it, or nothing."""
+    assert f"complete|retry|fail {'a' * 26} 0 2" in story()
+    assert "a retry will end it" in story(cancel_requested=True)
+    assert "its due time" in story(phase="waiting", due_at_ms=NOW + 1)
+    assert "it is overdue" in story(phase="waiting")
+    assert "about to be filed" in story(phase="completed")
+    assert "waits for" not in story(phase="completed", status="completed", ended_at_ms=NOW)
+
+
+def test_long_payloads_are_cut() -> None:
+    """A payload takes a few lines, and says how long it is."""
+    assert "(10002 characters)" in story(payload="x" * 10_000)
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**31, "2.0 GiB")])
+def test_sizes_have_one_unit(count: int, text: str) -> None:
+    """The largest unit that leaves a number from 1."""
+    assert show.size(count) == text
