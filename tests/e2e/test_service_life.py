@@ -305,3 +305,14 @@ async def test_a_cancel_waits_for_the_start_that_is_still_on_its_way(desk: Desk,
     outcome = await asked.outcome()
     assert (outcome["status"], outcome["phase"]) == ("accepted", "cancelled")
     assert (await desk.ended(ref_of(key)))["status"] == "cancelled"
+
+
+async def test_a_start_that_comes_again_and_again_stores_its_payload_once(desk: Desk) -> None:
+    """Neither duplicates nor conflicting starts leave large payloads behind."""
+    key = lineage_key()
+    start: dict[str, Any] = {"command_id": unique("c"), "timer": key, "due": {"delay_ms": 60_000}, "payload": LARGE}
+    for n in range(6):
+        assert (await desk.ask("start", **start))["status"] == ("duplicate" if n else "accepted")
+        other = await desk.ask("start", **{**start, "command_id": unique("c"), "payload": {"other": LARGE}})
+        assert other["code"] == "conflict"
+    assert await desk.snapshots_of(ref_of(key)) == 1

@@ -187,7 +187,7 @@ class CommandService:
             known = self._recent.get(timer_ref)
             if known is not None:
                 return known, False
-            if isinstance(command, Start) and not self._archived.may_have(timer_ref):
+            if isinstance(command, Start) and self._surely_new(timer_ref):
                 return Stored(None, 0), False
         stored = await self._store.get(timer_ref)
         self._problems.solved(timer_ref)
@@ -209,6 +209,11 @@ class CommandService:
             stored = await self._store.get(timer.timer_ref)
             if stored.timer is not None and stored.timer.phase.ended:
                 await self._terminals.finish(stored.timer, stored.revision)
+
+    def _surely_new(self, timer_ref: TimerRef) -> bool:
+        """No life that this process knows of: to be wrong costs a write that loses, and perhaps a stored payload."""
+        known = self._driver.get(timer_ref) is not None or timer_ref in self._problems
+        return not known and not self._archived.may_have(timer_ref)
 
     # -- writing ----------------------------------------------------------------------------------------------
 
