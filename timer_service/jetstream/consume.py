@@ -31,6 +31,7 @@ class Delivery:
 
     __slots__ = (
         "_loop",
+        "consumer",
         "consumer_seq",
         "data",
         "headers",
@@ -49,6 +50,7 @@ class Delivery:
         self.reply = message.reply
         tokens = message.reply.split(".")
         first = 5 if len(tokens) == 9 else 7  # longer ones have a domain and an account hash in front
+        self.consumer = tokens[first - 2]
         self.seq = int(tokens[first])
         self.consumer_seq = int(tokens[first + 1])
         self.stored_ns = int(tokens[first + 2])

@@ -53,6 +53,7 @@ class Follower:
         self.last_seq = after_seq
         """The newest sequence read."""
         self.caught_up = False
+        self._consumer = ""
         self._next_consumer_seq = 1
         self._restart_wanted = asyncio.Event()
         self._loop: PullLoop | None = None
@@ -103,7 +104,7 @@ class Follower:
         if self.last_seq:
             config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": self.last_seq + 1}
         body = {"stream_name": self._stream, "config": config, "action": "create"}
-        self._next_consumer_seq = 1
+        self._consumer, self._next_consumer_seq = name, 1
         answer = await self._publisher.api(f"CONSUMER.CREATE.{self._stream}.{name}.{self._filter}", body)
         if answer.get("num_pending", 0) == 0:
             self._reach_end()
@@ -124,8 +125,10 @@ class Follower:
                 self._loop.ask_anew()
 
     def _on_delivery(self, delivery: Delivery) -> None:
+        if delivery.consumer != self._consumer:
+            return  # a late message of an earlier consumer: the present one delivers it, or has
         if delivery.consumer_seq != self._next_consumer_seq:
-            self._restart_wanted.set()  # something is missing, or a late message of an earlier consumer
+            self._restart_wanted.set()  # something is missing
             return
         self._next_consumer_seq += 1
         self.last_seq = max(self.last_seq, delivery.seq)
