@@ -34,6 +34,12 @@ def body_of(kind: Kind, **changes: Any) -> bytes:
     return json.dumps(fields_of(kind, **changes)).encode()
 
 
+def command(kind: Kind, at_ms: int, *, seq: int = 1, **changes: Any) -> AnyCommand:
+    """The command that the broker stored at ``at_ms``; equal instants are told apart by ``seq``."""
+    envelope = Envelope(Order(at_ms, seq), at_ms)
+    return read_command(f"durable_timer.commands.{kind}.v1", body_of(kind, **changes), envelope)
+
+
 def read(kind: str, body: bytes) -> AnyCommand:
     """Read ``body`` as if the broker had just stored it. Raises BadCommand."""
     return read_command(f"durable_timer.commands.{kind}.v1", body, ENVELOPE)

@@ -219,7 +219,7 @@ def _other_generation(timer: Timer, generation: int) -> Refused | None:
 def _cancel_waiting(timer: Timer, cancel: Cancel, resumed: Resumed | None) -> Decision:
     if cancel.generation is not None and (stale := _other_generation(timer, cancel.generation)):
         return stale
-    answered = replace(_answered(timer, "cancel", cancel, None), applied=cancel.order)
+    answered = replace(_answered(timer, "cancel", cancel, None), applied=max(timer.applied, cancel.order))
     return Write(_ended(answered, Phase.CANCELLED, cancel, message=cancel.reason))
 
 

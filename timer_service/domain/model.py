@@ -81,7 +81,8 @@ class Timer(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``delay_ms`` is the last delay that a start or retry gave, ``applied`` the newest start or cancel,
     ``archive_seq`` the stream sequence of this timer's newest archive record (0: none),
-    ``snapshot_seq`` where a payload too large to travel inline is kept.
+    ``snapshot_seq`` where a payload too large to travel inline is kept. An end sets ``failure_code`` and
+    ``message``, to null where there is nothing to say.
     """
 
     v: int
@@ -106,8 +107,8 @@ class Timer(msgspec.Struct, frozen=True, omit_defaults=True):
     cancel_requested: bool = False
     archive_seq: int = 0
     status: Phase | None = None
-    failure_code: str | None = None
-    message: str | None = None
+    failure_code: str | Absent | None = ABSENT
+    message: str | Absent | None = ABSENT
     ended_at_ms: int | None = None
 
     @property
