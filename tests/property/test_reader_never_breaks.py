@@ -62,7 +62,7 @@ def test_any_json(subject: str, value: Any):
     assert isinstance(outcome(subject, json.dumps(value).encode()), BadCommand)
 
 
-@FEW
+@settings(max_examples=500, deadline=None)
 @given(st.data())
 def test_valid_commands_and_their_neighbours(data: st.DataObject):
     """Bodies near a valid one, where most branches are: with other values, without fields, with more of them."""

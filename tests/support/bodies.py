@@ -126,10 +126,10 @@ _FIELDS: dict[Kind, st.SearchStrategy[dict[str, Any]]] = {
 
 
 @st.composite
-def bodies(draw: st.DrawFn) -> tuple[Kind, dict[str, Any]]:
-    """A kind, and the fields of a valid command of that kind."""
-    kind = draw(kinds)
-    return kind, {"v": 1, "command_id": draw(command_ids), **draw(_FIELDS[kind])}
+def bodies(draw: st.DrawFn, kind: Kind | None = None) -> tuple[Kind, dict[str, Any]]:
+    """A kind, any if none is given, and the fields of a valid command of that kind."""
+    chosen = draw(kinds) if kind is None else kind
+    return chosen, {"v": 1, "command_id": draw(command_ids), **draw(_FIELDS[chosen])}
 
 
 @st.composite
