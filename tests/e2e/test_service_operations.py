@@ -40,7 +40,7 @@ async def test_a_stop_under_load_loses_and_doubles_nothing(broker: Broker, tmp_p
     with Service(broker.url, tmp_path, drain_grace_ms=3_000) as service:
         await service.ready()
         async with Desk.at(broker.url) as desk, Engine(desk, complete) as engine:
-            names = [unique() for _ in range(4_000)]
+            names = [unique() for _ in range(2_500)]
             for n, name in enumerate(names):
                 body = {"timer": {"name": name}, "due": {"delay_ms": 1 + n % 700}, "payload": "x" * (n % 7 * 300)}
                 await desk.client.publish("durable_timer.commands.start.v1", encoded(body))

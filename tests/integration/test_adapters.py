@@ -22,7 +22,7 @@ HARD = pytest.mark.parametrize("hard", [True, False], ids=["killed", "stopped"])
 
 @pytest.fixture
 async def connection(broker: Broker) -> AsyncIterator[Connection]:
-    opened = Connection(broker.url, name="test", timeout_ms=2_000)
+    opened = Connection(broker.url, name="test", timeout_ms=700)
     await opened.open()
     yield opened
     await opened.close()
@@ -283,3 +283,21 @@ async def test_a_follower_reads_only_the_last_of_each_subject_that_stands(
         await asyncio.wait_for(done.wait(), 5)
         assert [change.seq for change in seen] == expected
         await follower.stop()
+
+
+async def test_a_long_read_leaves_room_for_others(connection: Connection, publisher: Publisher) -> None:
+    """A request in the middle of a scan does not wait for its end."""
+    await stream(connection, "A")
+    for _ in range(20):
+        await asyncio.gather(*(publisher.publish(f"A.{n}", b"x" * 300) for n in range(500)))
+    seen: list[int] = []
+    follower = Follower(
+        connection, publisher, "A", "A.>", lambda change: seen.append(change.seq), lambda: None, every=True
+    )
+    await follower.start()
+    await eventually(lambda: seen, every=0)
+    before = len(seen)
+    await publisher.api("STREAM.INFO.A")
+    assert len(seen) - before < 2_000
+    await eventually(lambda: len(seen) == 10_000)
+    await follower.stop()

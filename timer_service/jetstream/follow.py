@@ -17,8 +17,9 @@ from timer_service.jetstream.publish import Publisher
 from timer_service.jetstream.topology import NS
 
 _INACTIVE_S = 30
-_WINDOW = 15_000
-_BATCH = 5_000
+_WINDOW = 500
+"""Messages asked for at a time. Acks and wakes wait behind them on the connection: more would make a scan no faster."""
+_BATCH = 125
 _RETRY_S = 0.25
 
 
