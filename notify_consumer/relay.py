@@ -8,6 +8,7 @@ lost, the work on it ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 
 from notify_consumer import events
@@ -48,6 +49,7 @@ class Relay:
         self._leftover: list[Run] = []
         self._woken = asyncio.Event()
         self._stopping = False
+        self._renewed_at = 0.0
         self._worker = Worker(
             outbox,
             handlers,
@@ -104,6 +106,8 @@ class Relay:
         if self.handling >= self._policy.concurrency and self.sending >= SENDING_LIMIT:
             return POLL_S
         try:
+            if self._overdue():
+                await self._renew()
             survey = await self._outbox.survey(max(self._policy.concurrency, SENDING_LIMIT))
             wanted = self._wanted(survey)
             claims = await self._claim(wanted) if wanted else []
@@ -133,12 +137,19 @@ class Relay:
         return []
 
     def _start(self, claim: Claim) -> None:
+        if not self._runs:
+            self._renewed_at = asyncio.get_running_loop().time()
+        former = self._runs.get(claim.resume_id)
         run = self._runs[claim.resume_id] = Run(claim)
-        run.task = asyncio.create_task(self._work(run), name=f"relay.{claim.resume_id}")
+        run.task = asyncio.create_task(self._work(run, former), name=f"relay.{claim.resume_id}")
         self._metrics.claimed(claim.waited_ms)
 
-    async def _work(self, run: Run) -> None:
+    async def _work(self, run: Run, former: Run | None) -> None:
         try:
+            if former is not None and former.task is not None:
+                # Our own lease ran out, and we took the row again: the work on the old claim ends first.
+                former.lose()
+                await asyncio.wait({former.task})
             await self._worker.work(run)
         finally:
             if self._runs.get(run.claim.resume_id) is run:
@@ -149,10 +160,10 @@ class Relay:
 
     async def _pause(self, seconds: float) -> None:
         if seconds and not self._stopping:
-            try:
-                await asyncio.wait_for(self._woken.wait(), seconds)
-            except TimeoutError:
-                return
+            # Not wait_for: in Python 3.11 it forgets a cancellation that comes together with the event.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._woken.wait()
 
     def _report(self, unavailable: str | None) -> None:
         if unavailable != self.unavailable:
@@ -174,11 +185,18 @@ class Relay:
                 self._report(str(error))
                 wait_s = min(interval_s, RETRY_S)
 
+    def _overdue(self) -> bool:
+        """Whether leases of our own may have run out: then they are renewed before anything is claimed, so that a
+        process which was frozen, or whose store was, does not take its own rows away from itself."""
+        since_s = asyncio.get_running_loop().time() - self._renewed_at
+        return bool(self._runs) and since_s > self._policy.lease_ms / 2_000
+
     async def _renew(self) -> None:
-        runs = dict(self._runs)
+        runs, begun_at = dict(self._runs), asyncio.get_running_loop().time()
         if not runs:
             return
         lost = await self._outbox.renew([run.claim for run in runs.values()], self._policy.lease_ms)
+        self._renewed_at = begun_at
         for resume_id in lost:
             if self._runs.get(resume_id) is runs[resume_id]:  # not one that has ended meanwhile
                 runs[resume_id].lose()

@@ -17,6 +17,7 @@ from notify_consumer.policy import Policy
 from notify_consumer.relay import Relay
 from notify_consumer.testing import MemoryOutbox
 from tests.support.notify import FakeSender, new_row, outcome, rejected, resume_body, until
+from timer_service.clock import ManualClock
 from timer_service.domain.codes import Status
 from timer_service.errors import NotStored, OutcomeUnknown
 
@@ -459,6 +460,66 @@ async def test_a_lost_claim_is_not_fed_back(stage: Stage) -> None:
     await until(lambda: not relay.handling)
     assert not stage.sender.sent
     assert (await stage.row()).state is State.CLAIMED
+
+
+async def test_a_process_does_not_take_its_own_rows_away(stage: Stage) -> None:
+    """Where leases may have run out unnoticed they are renewed before anything is claimed: the hand-off goes on."""
+    clock = ManualClock()
+    stage.outbox = MemoryOutbox(clock)
+    release, calls = asyncio.Event(), []
+
+    @stage.handlers.default
+    async def handler(resume: Resume) -> None:
+        calls.append(resume.resume_id)
+        await release.wait()
+
+    relay = stage.start()
+    await stage.put("a")
+    await until(lambda: calls)
+    clock.advance(2 * QUICK.lease_ms)
+    relay._renewed_at -= 2 * QUICK.lease_ms / 1000  # as if the process had been frozen for as long
+    await stage.put("b", lane="y")
+    await until(lambda: len(calls) == 2)
+    release.set()
+    await stage_empties(stage, 2)
+    assert sorted(calls) == sorted(resume_body(name)["resume_id"] for name in "ab")
+
+
+async def test_a_row_taken_again_ends_the_former_work_first(stage: Stage) -> None:
+    """Should a process claim a row of its own after all, the two hand-offs never run at the same time."""
+    clock = ManualClock()
+    stage.outbox = MemoryOutbox(clock)
+    most, running, calls = 0, 0, 0
+
+    @stage.handlers.default
+    async def handler(resume: Resume) -> None:
+        nonlocal most, running, calls
+        running, calls = running + 1, calls + 1
+        most = max(most, running)
+        try:
+            await asyncio.sleep(0 if calls > 1 else 60)
+        finally:
+            await asyncio.sleep(0)
+            running -= 1
+
+    relay = stage.start()
+    await stage.put("a")
+    await until(lambda: running)
+    clock.advance(2 * QUICK.lease_ms)
+    relay.wake()
+    row = await stage.reaches(State.DONE)
+    assert (row.attempts, calls, most) == (2, 2, 1)
+    assert relay.handling == 0
+
+
+async def test_a_cancellation_is_never_missed(stage: Stage) -> None:
+    """Cancelled in the very moment of a wake, the relay ends all the same."""
+    relay = stage.start()
+    await until(lambda: relay._woken._waiters)
+    relay.wake()
+    stage.tasks[relay].cancel()
+    await asyncio.wait({stage.tasks[relay]}, timeout=5)
+    assert stage.tasks[relay].cancelled()
 
 
 async def test_competing_relays_hand_off_once(stage: Stage) -> None:
