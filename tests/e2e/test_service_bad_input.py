@@ -16,6 +16,7 @@ from tests.support.service import (
     eventually,
     lineage_key,
     name_ref,
+    now_ms,
     publish_raw,
     ref_of,
     unique,
@@ -317,6 +318,38 @@ async def test_ten_thousand_poison_messages_are_settled_and_valid_traffic_goes_o
 
 async def _empty(desk: Desk, stream: str) -> bool:
     return await desk.count(stream) == 0
+
+
+# -- wakes that the driver did not send -------------------------------------------------------------------------
+
+
+async def test_a_wake_is_never_believed(desk: Desk, service: Service) -> None:
+    """Early ones, ones of another generation, of nobody, and garbage change nothing; the timer fires when it is due."""
+    key = {"name": unique()}
+    started = await desk.ask("start", timer=key, due={"delay_ms": 1_500})
+    entry = await desk.entry(ref_of(key))
+    assert entry is not None
+    good = {"v": 1, "timer_ref": ref_of(key), "generation": 0, "woken_at_ms": now_ms(), "revision": entry.seq}
+    wakes = [
+        good, {**good, "revision": 0}, {**good, "generation": 7}, {**good, "timer_ref": name_ref("nobody")},
+        {**good, "v": 2}, {**good, "generation": -1}, {**good, "woken_at_ms": "x"},
+    ]  # fmt: skip
+    for data in [*(json.dumps(wake).encode() for wake in wakes), b"", b"{", b"\xff"]:
+        await desk.js.publish(topology.wake_subject(ref_of(key)), data)
+
+    async def settled() -> bool:
+        info = await desk.js.consumer_info(topology.SCHEDULES, topology.WAKE_CONSUMER)
+        return bool(info.num_pending == 0 and info.num_ack_pending == 0)
+
+    await eventually(settled)
+    assert now_ms() < started["due_at_ms"], "too slow a machine to tell"
+    state = await desk.state(ref_of(key))
+    assert state is not None
+    assert (state["phase"], state["fence"]) == ("waiting", 1)
+    async with Engine(desk, complete) as engine:
+        await desk.ended(ref_of(key))
+        (received,) = engine.of(ref_of(key))
+        assert 0 <= received.stored_at_ms - received.due_at_ms < 1_500
 
 
 # -- states that can't be read ----------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from tests.support.service import (
 from timer_service.jetstream import topology
 
 FLAGS = ("--test-clock",)
-SETTINGS = {"policy_check_interval_ms": 500, "reconcile_interval_ms": 1_000, "snapshot_grace_ms": 1_000}
+SETTINGS = {"policy_check_interval_ms": 500}
 DAY_MS = 86_400_000
 
 

@@ -22,7 +22,7 @@ HARD = pytest.mark.parametrize("hard", [True, False], ids=["killed", "stopped"])
 
 @pytest.fixture
 async def connection(broker: Broker) -> AsyncIterator[Connection]:
-    opened = Connection(broker.url, name="test", timeout_ms=700)
+    opened = Connection(broker.url, name="test")
     await opened.open()
     yield opened
     await opened.close()
@@ -65,7 +65,7 @@ async def restarted(broker: Broker, hard: bool, back: Callable[[], Awaitable[Any
     begun = time.monotonic()
     await back()
     took = time.monotonic() - begun
-    assert took < 5
+    assert took < 2  # the design's figure; measured is a tenth of a second
     return took
 
 
@@ -98,21 +98,25 @@ async def test_what_was_in_flight_when_the_broker_died_is_ambiguous_at_once(
     broker.start()
 
 
-async def test_a_silent_broker_is_ambiguous_after_the_time_out(
-    broker: Broker, connection: Connection, publisher: Publisher
-) -> None:
+async def test_a_silent_broker_is_ambiguous_after_the_time_out(broker: Broker) -> None:
     """Without a reply every kind of wait ends, and a late reply does no harm."""
+    connection = Connection(broker.url, name="test", timeout_ms=500)
+    await connection.open()
+    publisher = Publisher(connection)
+    await publisher.start()
     await stream(connection, "A")
     with broker.paused():
-        with pytest.raises(Ambiguous):
-            await publisher.publish("A.x", b"1")
-        with pytest.raises(Ambiguous):
-            await publisher.direct_get("A", "A.x")
-        with pytest.raises(Ambiguous):
-            await publisher.api("STREAM.INFO.A")
-        with pytest.raises(Ambiguous):
-            await connection.api("STREAM.INFO.A")
+        waits = (
+            publisher.publish("A.x", b"1"),
+            publisher.direct_get("A", "A.x"),
+            publisher.api("STREAM.INFO.A"),
+            connection.api("STREAM.INFO.A"),
+        )
+        for result in await asyncio.gather(*waits, return_exceptions=True):
+            assert isinstance(result, Ambiguous)
     assert (await publisher.publish("A.x", b"2")).seq == 2
+    await publisher.stop()
+    await connection.close()
 
 
 @pytest.mark.parametrize("within", ["task", "gather"])
@@ -260,6 +264,32 @@ async def test_a_follower_survives_the_deletion_of_its_consumer(connection: Conn
     await publisher.publish("A.2", b"")
     await publisher.publish("A.3", b"")
     await eventually(lambda: seen == [1, 2, 3])
+    await follower.stop()
+
+
+async def test_a_follower_notices_a_message_that_never_came(connection: Connection, publisher: Publisher) -> None:
+    """A gap in what it is told makes it read again from there: nothing is missed, nothing comes out of order."""
+    await stream(connection, "A")
+    seen: list[int] = []
+    follower = Follower(connection, publisher, "A", "A.>", lambda change: seen.append(change.seq), lambda: None)
+    await follower.start()
+    loop = follower._loop
+    assert loop is not None
+    deliver = loop._handle
+    lost: list[Delivery] = []
+
+    def lossy(delivery: Delivery) -> None:
+        if delivery.seq == 3 and not lost:
+            lost.append(delivery)
+        else:
+            deliver(delivery)
+
+    loop._handle = lossy
+    for n in range(6):
+        await publisher.publish(f"A.{n}", b"")
+    await eventually(lambda: len(seen) == 6)
+    assert lost
+    assert seen == [1, 2, 3, 4, 5, 6]
     await follower.stop()
 
 
