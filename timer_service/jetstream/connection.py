@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import nats.errors
-from nats.aio.client import Client
 
 from timer_service.errors import (
     Ambiguous,
@@ -19,6 +18,7 @@ from timer_service.errors import (
     StorageFull,
     Unavailable,
 )
+from timer_service.jetstream.framing import Client
 
 PENDING_BYTES = 256 * 2**20
 _RECONNECT_WAIT_S = 0.1
