@@ -170,6 +170,26 @@ async def test_killed_with_the_wake_published_only(desk: Desk, service: Service)
         assert len(engine.of(timer_ref)) == 1
 
 
+async def test_a_wake_that_is_lost_is_published_again(stage: Stage, desk: Desk, service: Service) -> None:
+    """Wakes are disposable: purged before anybody read them, the heap sends another one by itself."""
+    service.kill()
+    wakes = await desk.js.consumer_info(topology.SCHEDULES, topology.WAKE_CONSUMER)
+    with Service(stage.broker.url, stage.folder, "--no-provision") as other:
+        await other.ready()
+        await desk.js.delete_consumer(topology.SCHEDULES, topology.WAKE_CONSUMER)
+        timer_ref = await start(desk, 200)
+        await eventually(lambda: _any_wake(desk), what="the wake")
+        await desk.js.purge_stream(topology.SCHEDULES)
+        await desk.js.add_consumer(topology.SCHEDULES, wakes.config)
+        async with Engine(desk, complete) as engine:
+            await desk.ended(timer_ref)
+            assert len(engine.of(timer_ref)) == 1
+
+
+async def _any_wake(desk: Desk) -> bool:
+    return await desk.count(topology.SCHEDULES) > 0
+
+
 @pytest.mark.parametrize("ago_ms", [500, 200_000], ids=["just-now", "beyond-the-duplicate-window"])
 async def test_killed_with_the_timer_elapsed_but_no_resume(desk: Desk, service: Service, ago_ms: int) -> None:
     """ "elapsed" in the state and nothing in the resume stream: the restarted service publishes it at once."""

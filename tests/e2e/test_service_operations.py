@@ -197,8 +197,9 @@ async def test_without_the_flag_there_is_no_such_page(broker: Broker, tmp_path: 
 async def test_what_was_deleted_by_hand_is_there_again(desk: Desk, service: Service, resource: str) -> None:
     """Stream or consumer: it is noticed, made anew, and the whole ring works again."""
     stream, _, consumer = resource.partition(" ")
-    kept = unique()
+    kept, far = unique(), unique()
     await desk.ask("start", timer={"name": kept}, due={"delay_ms": 1_500})
+    await desk.ask("start", timer={"name": far}, due={"delay_ms": DAY_MS})
     if consumer:
         await desk.js.delete_consumer(stream, consumer)
     else:
@@ -217,6 +218,7 @@ async def test_what_was_deleted_by_hand_is_there_again(desk: Desk, service: Serv
             assert engine.of(name_ref(kept)) == []
         else:
             assert (await desk.ended(name_ref(kept)))["status"] == "completed"
+            assert (await desk.ask("cancel", timer_ref=name_ref(far)))["phase"] == "cancelled"
 
 
 async def _exists(desk: Desk, stream: str, consumer: str) -> bool:
