@@ -80,7 +80,6 @@ class App:
         self.monitor = Monitor(
             settings,
             self.connection,
-            self.publisher,
             Provisioner(self.connection, settings.sizes),
             self.watch,
             self.admission,
@@ -184,9 +183,13 @@ class App:
     def _ring_reasons(self) -> list[Reason]:
         if not self.feed.ready.is_set():
             return [Reason("scanning", topology.STATE_STREAM, "the state is still being read")]
-        if self.feed.healthy and self.command_loop.healthy and self.wake_loop.healthy:
-            return []
-        return [Reason("consumer_silent", "JetStream", "a consumer does not answer; it is asked again")]
+        parts = (
+            (topology.STATE_STREAM, self.feed),
+            (f"{topology.COMMANDS} > {topology.COMMAND_CONSUMER}", self.command_loop),
+            (f"{topology.SCHEDULES} > {topology.WAKE_CONSUMER}", self.wake_loop),
+        )
+        text = "the consumer does not answer; it is asked again"
+        return [Reason("consumer_silent", resource, text) for resource, part in parts if not part.healthy]
 
     def _details(self) -> dict[str, Any]:
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,9 @@ from timer_service import events
 from timer_service.config import Settings
 from timer_service.errors import BrokerError
 from timer_service.http import Readiness, Reason
+from timer_service.jetstream import permissions
 from timer_service.jetstream.connection import Connection
-from timer_service.jetstream.permissions import missing_permissions
 from timer_service.jetstream.provision import BLOCKING, Finding, Provisioner
-from timer_service.jetstream.publish import Publisher
 from timer_service.jetstream.watch import Watch
 from timer_service.metrics import Metrics
 from timer_service.runtime.admission import Admission
@@ -22,6 +22,8 @@ MAX_SKEW_MS = 250
 _RETRY_S = 1.0
 _FILL_INTERVAL_S = 1.0
 _READY_INTERVAL_S = 0.05
+_DENIED_S = 6.0
+"""What was refused is tried again within this: a read after 3 s, an acknowledgement with the next delivery after 5."""
 
 
 class Monitor:
@@ -31,7 +33,6 @@ class Monitor:
         self,
         settings: Settings,
         connection: Connection,
-        publisher: Publisher,
         provisioner: Provisioner,
         watch: Watch,
         admission: Admission,
@@ -43,7 +44,6 @@ class Monitor:
     ) -> None:
         self._settings = settings
         self._connection = connection
-        self._publisher = publisher
         self._provisioner = provisioner
         self._watch = watch
         self._admission = admission
@@ -70,7 +70,7 @@ class Monitor:
             await asyncio.sleep(self._settings.policy_check_interval_ms / 1000)
             if self._connection.connected:
                 await self._read_findings()
-                if self._missing():
+                if self._missing() or self._provision_error is not None:
                     await self._create_missing()
 
     async def check_fill(self) -> None:
@@ -117,10 +117,18 @@ class Monitor:
         return [*self._broker_reasons(), *self._ring(), *self._clock_reasons(), *self._room_reasons()]
 
     def _broker_reasons(self) -> list[Reason]:
-        reasons = [Reason(found.code, found.resource, found.message) for found in self._findings or []]
+        found = list(self._findings or [])
+        told = {finding.message for finding in found}
+        found += [finding for finding in self._lately_denied() if finding.message not in told]
+        reasons = [Reason(finding.code, finding.resource, finding.message) for finding in found]
         if self._provision_error is not None:
             reasons.insert(0, Reason("provision_failed", "JetStream", self._provision_error))
         return reasons
+
+    def _lately_denied(self) -> list[Finding]:
+        """What the broker has refused since the last check but one, in whatever the ring tried."""
+        window_s = self._settings.policy_check_interval_ms / 1000 + _DENIED_S
+        return permissions.findings(self._connection.denied_since(time.monotonic() - window_s))
 
     def _clock_reasons(self) -> list[Reason]:
         skew_ms = self._watch.skew_ms
@@ -150,8 +158,10 @@ class Monitor:
             self._log.info(events.PROVISIONED, what=line)
 
     async def _read_findings(self) -> None:
+        found: list[Finding] = []
         try:
-            self._findings = await self._provisioner.check()
-            self._findings += await missing_permissions(self._publisher)
+            found += await permissions.missing_permissions(self._connection)
+            found += await self._provisioner.check()
         except BrokerError as error:
-            self._findings = [Finding("broker_unavailable", "JetStream", str(error))]
+            found.append(Finding("broker_unavailable", "JetStream", str(error)))
+        self._findings = found

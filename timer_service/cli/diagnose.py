@@ -46,9 +46,13 @@ class Check(msgspec.Struct, frozen=True):
 async def examine(settings: Settings) -> list[Check]:
     """All checks, in the order of the way from the server to the clocks. Raises BrokerError when it can't look."""
     async with connected(settings.nats, settings.creds) as connection:
-        findings = await Provisioner(connection, settings.sizes).check()
-        async with publisher(connection) as asker:
-            findings += await missing_permissions(asker)
+        findings = await missing_permissions(connection)
+        try:
+            findings += await Provisioner(connection, settings.sizes).check()
+        except BrokerError as error:
+            if not findings:
+                raise
+            return [_wrong(finding) for finding in (*findings, Finding("broker_unavailable", "JetStream", str(error)))]
         checks = [_of("nats-server", f"version {connection.server_version}", findings)]
         checks += [_of(name, "as it must be", findings) for name in _resources()]
         known = {check.resource for check in checks}

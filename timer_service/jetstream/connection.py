@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,6 +21,7 @@ from timer_service.errors import (
     StorageFull,
     Unavailable,
 )
+from timer_service.jetstream import topology
 from timer_service.jetstream.framing import Client
 
 PENDING_BYTES = 256 * 2**20
@@ -26,8 +30,21 @@ _CONNECT_TIMEOUT_S = 2
 _PING_INTERVAL_S = 5
 _STORAGE_CODES = frozenset({10023, 10028, 10047, 10076, 10077, 10122})
 _NOT_FOUND_CODES = frozenset({10014, 10037, 10059})
+_VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
+_VERBS = {"publish": "publish on", "subscription": "subscribe to"}
+_MAX_DENIALS = 64
 
 Listener = Callable[[], None]
+
+
+class Denial(msgspec.Struct, frozen=True):
+    """Something that the account may not do: to "publish on" or "subscribe to" a subject, as it would be granted."""
+
+    verb: str
+    subject: str
+
+    def __str__(self) -> str:
+        return f"no permission to {self.verb} {self.subject}; grant it to this account"
 
 
 class Received:
@@ -59,6 +76,11 @@ class _Client(Client):
         reading = super()._process_headers(headers)
         return reading if not headers or headers[8:10] == b"\r\n" else _none_if_unreadable(reading)
 
+    async def subscribe_again(self) -> None:
+        """Repeat every subscription. The broker ignores those it has, and so takes what it refused before."""
+        for subscription in list(self._subs.values()):
+            await self._send_subscribe(subscription)
+
 
 async def _none_if_unreadable(reading: Awaitable[Any]) -> Any:
     try:
@@ -75,10 +97,12 @@ class Connection:
         self.name = name
         self.timeout_s = timeout_ms / 1000
         self.last_error: str | None = None
-        self.permission_errors: dict[str, None] = {}
+        self.denials: dict[Denial, float] = {}
+        """What the broker has refused for want of permission, and when it last did (monotonic, in seconds)."""
         self.closed = asyncio.Event()
         self._creds = creds
-        self._client: Client | None = None
+        self._client: _Client | None = None
+        self._denied: list[Callable[[str], None]] = []
         self._lost: list[Listener] = []
         self._returned: list[Listener] = []
 
@@ -148,6 +172,14 @@ class Connection:
         """``listener`` is called when the connection is there again."""
         self._returned.append(listener)
 
+    def on_denied(self, listener: Callable[[str], None]) -> None:
+        """``listener`` is called with the lower-case subject of each publish that was refused."""
+        self._denied.append(listener)
+
+    def denied_since(self, since_s: float) -> list[Denial]:
+        """What was refused after ``since_s`` on the monotonic clock."""
+        return [denial for denial, at_s in self.denials.items() if at_s >= since_s]
+
     def forget(self, listener: Listener) -> None:
         """Call ``listener`` no more. Repeating it does nothing."""
         self._lost = [known for known in self._lost if known != listener]
@@ -157,10 +189,31 @@ class Connection:
         """A plain subscription without limits of its own: those who ask for messages bound what is on its way."""
         return await self.client.subscribe(subject, cb=callback, pending_msgs_limit=0, pending_bytes_limit=0)
 
-    async def publish(self, subject: str, data: bytes = b"", reply: str = "") -> None:
+    async def subscribe_again(self) -> None:
+        """Try the subscriptions anew that the broker has refused; those it has stay as they are. Raises Unavailable."""
+        if self._client is not None:
+            try:
+                await self._client.subscribe_again()
+            except (nats.errors.Error, OSError) as error:
+                raise Unavailable(str(error)) from error
+
+    async def flush(self) -> None:
+        """Returns when the broker has taken, or refused, all that was sent. Raises Ambiguous, Unavailable."""
+        timeout_s: Any = self.timeout_s  # nats-py's annotation wants whole seconds
+        try:
+            await self.client.flush(timeout_s)  # nats-py sends this ping ahead of what it has still to send
+            await self.client.flush(timeout_s)
+        except (nats.errors.TimeoutError, TimeoutError):
+            raise Ambiguous(f"the broker does not answer within {self.timeout_s:g} s") from None
+        except (nats.errors.Error, OSError) as error:
+            raise Unavailable(str(error)) from error
+
+    async def publish(
+        self, subject: str, data: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
         """A core publish. Raises Unavailable when the client can't take it."""
         try:
-            await self.client.publish(subject, data, reply)
+            await self.client.publish(subject, data, reply, headers)
         except (nats.errors.Error, OSError) as error:
             raise Unavailable(str(error)) from error
 
@@ -174,11 +227,28 @@ class Connection:
         return answer
 
     async def request(self, subject: str, data: bytes = b"") -> bytes:
-        """One core request. Raises Unavailable (nobody listens), Ambiguous (no answer in time)."""
+        """One core request. Raises Unavailable (nobody listens), Forbidden, Ambiguous (no answer in time)."""
+        refused = asyncio.Event()
+        listener = partial(_set_if, refused, subject.lower())
+        self._denied.append(listener)
+        asked = asyncio.create_task(self._ask(subject, data))
+        stop = asyncio.create_task(refused.wait())
+        try:
+            await asyncio.wait({asked, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                raise Forbidden(str(Denial("publish on", topology.as_granted(subject))))
+            return asked.result()
+        finally:
+            self._denied.remove(listener)
+            asked.cancel()
+            stop.cancel()
+
+    async def _ask(self, subject: str, data: bytes) -> bytes:
         try:
             message = await self.client.request(subject, data, timeout=self.timeout_s)
         except nats.errors.NoRespondersError:
-            raise Unavailable(f"nobody answers on {subject}") from None
+            hint = "; is JetStream enabled for this account?" if subject.startswith("$JS.") else ""
+            raise Unavailable(f"nobody answers on {subject}{hint}") from None
         except (nats.errors.TimeoutError, TimeoutError):
             raise Ambiguous(f"no answer on {subject} within {self.timeout_s:g} s") from None
         except (nats.errors.Error, OSError) as error:
@@ -187,20 +257,34 @@ class Connection:
 
     async def _on_error(self, error: Exception) -> None:
         self.last_error = str(error) or type(error).__name__
-        if "permissions violation" in self.last_error.lower():
-            self.permission_errors[self.last_error] = None
+        violation = _VIOLATION.search(self.last_error.lower())
+        if violation is not None:
+            self._on_violation(violation[1], violation[2])
+
+    def _on_violation(self, kind: str, subject: str) -> None:
+        if len(self.denials) >= _MAX_DENIALS:
+            self.denials.clear()
+        self.denials[Denial(_VERBS[kind], topology.as_granted(subject))] = time.monotonic()
+        if kind == "publish":
+            for listener in list(self._denied):
+                listener(subject)
 
     async def _on_disconnected(self) -> None:
         for listener in self._lost:
             listener()
 
     async def _on_reconnected(self) -> None:
-        self.permission_errors.clear()
+        self.denials.clear()
         for listener in self._returned:
             listener()
 
     async def _on_closed(self) -> None:
         self.closed.set()
+
+
+def _set_if(event: asyncio.Event, wanted: str, subject: str) -> None:
+    if subject == wanted:
+        event.set()
 
 
 def api_error(error: dict[str, Any], about: str) -> BrokerError:

@@ -1,54 +1,71 @@
-"""May this account write where the ring writes? Asked by writes that can't succeed, so that nothing is stored.
+"""May this account do what the ring does? Asked by messages that change nothing, whatever the broker makes of them.
 
-Each carries an expected last sequence that no stream reaches: who may write is told "wrong last sequence", who may
-not is told nothing (the broker only logs the violation, and tells the connection out of band).
+The broker does not answer who may not publish; it complains on the connection, in the order of what was sent. So
+everything is sent at once, and when the flush behind it returns all complaints are there.
 """
 
 from __future__ import annotations
 
-import asyncio
+import time
+from collections.abc import Iterable
 
-from timer_service.errors import Ambiguous, BrokerError, WrongRevision
 from timer_service.jetstream import topology
+from timer_service.jetstream.connection import Connection, Denial
 from timer_service.jetstream.provision import Finding
-from timer_service.jetstream.publish import Publisher
 
-_NEVER = {"Nats-Expected-Last-Sequence": str(2**53)}
 _PROBE = "probe"
+_NEVER = {"Nats-Expected-Last-Sequence": str(2**53)}
+"""No stream reaches it: what carries it is refused, not stored."""
+_UNREADABLE = b"{"
+"""No request of the API can be read from it."""
 
 WRITES = (
-    (topology.STATE_STREAM, topology.state_subject(_PROBE)),
-    (topology.SNAPSHOTS, topology.snapshot_subject(_PROBE, 0)),
-    (topology.TERMINALS, topology.terminal_subject(_PROBE)),
-    (topology.SCHEDULES, topology.wake_subject(_PROBE)),
-    (topology.RESUMES, topology.RESUME_SUBJECT),
-    (topology.REJECTIONS, topology.rejected_subject(_PROBE)),
+    topology.state_subject(_PROBE),
+    topology.snapshot_subject(_PROBE, 0),
+    topology.terminal_subject(_PROBE),
+    topology.wake_subject(_PROBE),
+    topology.RESUME_SUBJECT,
+    topology.rejected_subject(_PROBE),
 )
-"""Stream and subject of every kind of write of the ring."""
+"""A subject of every kind of write of the ring."""
+
+_CONSUMED = (topology.COMMAND_SERVICE, topology.WAKE_SERVICE)
+REQUESTS = (
+    *(f"$JS.API.CONSUMER.MSG.NEXT.{spec.stream}.{spec.name}" for spec in _CONSUMED),
+    *(f"$JS.ACK.{spec.stream}.{spec.name}.0.0.0.0.0" for spec in _CONSUMED),
+    *(f"$JS.API.CONSUMER.CREATE.{stream}.{_PROBE}" for stream in (topology.STATE_STREAM, topology.TERMINALS)),
+    *(
+        f"$JS.API.DIRECT.GET.{stream}.{subject}"
+        for stream, subject in (
+            (topology.STATE_STREAM, topology.state_subject(_PROBE)),
+            (topology.TERMINALS, topology.terminal_subject(_PROBE)),
+        )
+    ),
+    f"$JS.API.DIRECT.GET.{topology.SNAPSHOTS}",
+    f"$JS.API.DIRECT.GET.{topology.RESUMES}",
+    f"$JS.API.STREAM.MSG.DELETE.{topology.SNAPSHOTS}",
+)
+"""What it reads, settles and deletes by."""
 
 
-async def missing_permissions(publisher: Publisher) -> list[Finding]:
-    """A finding for each subject that may not be written; costs one message out and one in each."""
-    answers = await asyncio.gather(*(_may_write(publisher, subject) for _, subject in WRITES))
+async def missing_permissions(connection: Connection) -> list[Finding]:
+    """A finding for each subject that may not be used; also tries again what the broker would not let us hear.
+
+    Raises BrokerError when the broker does not answer at all.
+    """
+    since_s = time.monotonic()
+    for subject in WRITES:
+        await connection.publish(subject, headers=_NEVER)
+    for subject in REQUESTS:
+        await connection.publish(subject, _UNREADABLE)
+    await connection.subscribe_again()
+    await connection.flush()
+    return findings(connection.denied_since(since_s))
+
+
+def findings(denials: Iterable[Denial]) -> list[Finding]:
+    """What was refused, as findings, each about the stream that it belongs to."""
     return [
-        Finding("permission_denied", stream, f"no permission to publish on {_wide(subject)}; grant it to this account")
-        for (stream, subject), allowed in zip(WRITES, answers, strict=True)
-        if not allowed
+        Finding("permission_denied", topology.stream_of(denial.subject) or denial.subject, str(denial))
+        for denial in denials
     ]
-
-
-async def _may_write(publisher: Publisher, subject: str) -> bool:
-    try:
-        await publisher.publish(subject, b"", _NEVER)
-    except WrongRevision:
-        return True
-    except Ambiguous:
-        return False
-    except BrokerError:
-        return True  # the stream is missing or full, which is told elsewhere
-    return True
-
-
-def _wide(subject: str) -> str:
-    """The subject as it would be granted."""
-    return subject.replace(f".{_PROBE}.0", ".>").replace(f".{_PROBE}", ".>")

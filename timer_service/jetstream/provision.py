@@ -19,6 +19,7 @@ MIN_SERVER = (2, 12, 0)
 BLOCKING = frozenset({"missing", "subject_taken"})
 """Findings that leave the ring nothing to run on."""
 
+ACCOUNT = "account"
 Api = Callable[..., Any]
 
 
@@ -64,14 +65,19 @@ class Provisioner:
     async def check(self) -> list[Finding]:
         """What keeps waiting timers from being safe here; empty when all is well. Raises BrokerError."""
         findings = self._check_server()
-        configs: list[dict[str, Any]] = []
+        present: list[dict[str, Any]] = []
+        absent: list[dict[str, Any]] = []
         for spec in self._streams:
             answer = await self._looked_up(f"STREAM.INFO.{spec.name}", spec.name, findings)
-            if answer is not None:
-                configs.append(answer["config"])
+            if answer is None:
+                absent.append(spec.config(self._sizes.replicas))
+            else:
+                present.append(answer["config"])
                 findings += check_stream(spec, answer["config"])
         await self._name_owners(findings)
-        findings += check_account(await self._api("INFO"), configs)
+        account = await self._looked_up("INFO", ACCOUNT, findings)
+        if account is not None:
+            findings += check_account(account, present, absent)
         for consumer in topology.CONSUMERS:
             name = f"{consumer.stream} > {consumer.name}"
             answer = await self._looked_up(f"CONSUMER.INFO.{consumer.stream}.{consumer.name}", name, findings)
@@ -97,16 +103,25 @@ class Provisioner:
         return answer
 
     async def _name_owners(self, findings: list[Finding]) -> None:
-        """Where a stream is missing since a foreign one owns its subject, say so: creating it can't help."""
+        """Where a stream lacks its subject since a foreign one owns it, say so: provisioning can't help."""
         for index, finding in enumerate(findings):
             spec = next((spec for spec in self._streams if spec.name == finding.resource), None)
-            if finding.code != "missing" or spec is None:
+            if spec is None or not (finding.code == "missing" or finding.message.startswith("subjects is ")):
                 continue
             for subject in spec.subjects:
-                owners = (await self._api("STREAM.NAMES", {"subject": subject})).get("streams") or []
-                if owners:
-                    text = f"does not exist, and its subject {subject} belongs to stream {owners[0]}; free it there"
+                owner = await self._foreign_owner(spec, subject)
+                if owner is not None:
+                    lack = "does not exist, and its" if finding.code == "missing" else finding.message + ", but"
+                    text = f"{lack} subject {subject} belongs to stream {owner}; free it there"
                     findings[index] = Finding("subject_taken", spec.name, text)
+
+    async def _foreign_owner(self, spec: StreamSpec, subject: str) -> str | None:
+        """A stream that takes (some of) ``subject`` and is not ours; None also when we may not ask."""
+        try:
+            names = (await self._api("STREAM.NAMES", {"subject": subject})).get("streams") or []
+        except Forbidden:
+            return None
+        return next((name for name in names if name != spec.name), None)
 
     async def _info(self, request: str) -> dict[str, Any] | None:
         try:
@@ -159,6 +174,8 @@ _MUST_BE_OFF = {
     topology.COMMANDS: ("allow_msg_ttl", "allow_rollup_hdrs"),
     topology.RESUMES: ("allow_msg_ttl", "allow_rollup_hdrs"),
 }
+_READ_BY = ("allow_direct",)
+"""Without it nothing answers when an entry, a payload or a record is read."""
 _NO_AGE = frozenset({topology.STATE_STREAM, topology.SNAPSHOTS, topology.COMMANDS, topology.RESUMES})
 _KEEPS_OLD = _NO_AGE | {topology.TERMINALS}
 
@@ -174,25 +191,38 @@ def check_stream(spec: StreamSpec, config: dict[str, Any]) -> list[Finding]:
     wrong += _wrong_age(spec, config.get("max_age", 0))
     if config.get("max_bytes", -1) <= 0:
         wrong.append(("max_bytes", config.get("max_bytes", -1), "a limit in bytes"))
-    if config.get("no_ack"):
-        wrong.append(("no_ack", True, False))
-    wrong += [(field, False, True) for field in _MUST_BE_ON.get(spec.name, ()) if not config.get(field)]
-    wrong += [(field, True, False) for field in _MUST_BE_OFF.get(spec.name, ()) if config.get(field)]
+    must_be_off = ("no_ack", "sealed", *_MUST_BE_OFF.get(spec.name, ()))
+    must_be_on = (*_MUST_BE_ON.get(spec.name, ()), *(field for field in _READ_BY if spec.options.get(field)))
+    wrong += [(field, False, True) for field in must_be_on if not config.get(field)]
+    wrong += [(field, True, False) for field in must_be_off if config.get(field)]
     missing = [subject for subject in spec.subjects if subject not in config.get("subjects", ())]
     wrong += [("subjects", config.get("subjects"), f"to include {subject}") for subject in missing]
-    if spec.options.get("max_msgs_per_subject") == 1 and config.get("max_msgs_per_subject") != 1:
-        wrong.append(("max_msgs_per_subject", config.get("max_msgs_per_subject"), 1))
+    wrong += _wrong_count(spec, config.get("max_msgs_per_subject", -1))
     return [Finding("bad_policy", spec.name, f"{field} is {is_!r}; it must be {must!r}") for field, is_, must in wrong]
 
 
-def check_account(info: dict[str, Any], configs: list[dict[str, Any]]) -> list[Finding]:
-    """Whether the account can hold what the streams are allowed to take, all together."""
+def check_account(info: dict[str, Any], present: list[dict[str, Any]], absent: list[dict[str, Any]]) -> list[Finding]:
+    """Whether the account can hold what its streams, also those still to be made, are allowed to take together."""
     limit = info.get("limits", {}).get("max_storage", -1)
-    wanted = sum(max(config.get("max_bytes", 0), 0) * config.get("num_replicas", 1) for config in configs)
+    ours = _room(present)
+    wanted = max(ours, info.get("reserved_storage", 0)) + _room(absent)
     if limit <= 0 or wanted <= limit:
         return []
-    text = f"max_bytes of the streams add up to {wanted} bytes; max_storage is {limit}, and must be at least as much"
-    return [Finding("bad_policy", "account", text)]
+    text = f"max_storage is {limit}; it must be {wanted} or more, which is what max_bytes of all streams here add up to"
+    return [Finding("bad_policy", ACCOUNT, text)]
+
+
+def _room(configs: list[dict[str, Any]]) -> int:
+    """Bytes that these streams may take, with all replicas."""
+    return sum(max(config.get("max_bytes", 0), 0) * config.get("num_replicas", 1) for config in configs)
+
+
+def _wrong_count(spec: StreamSpec, have: int) -> list[tuple[str, object, object]]:
+    """A limit on messages of one subject drops the oldest of them, whatever ``discard`` says."""
+    want = spec.options.get("max_msgs_per_subject", -1)
+    if have == want or (want == -1 and (have <= 0 or spec.name not in _KEEPS_OLD)):
+        return []
+    return [("max_msgs_per_subject", have, want)]
 
 
 def _wrong_age(spec: StreamSpec, max_age: int) -> list[tuple[str, object, object]]:
@@ -205,10 +235,14 @@ def _wrong_age(spec: StreamSpec, max_age: int) -> list[tuple[str, object, object
 
 def check_consumer(spec: ConsumerSpec, config: dict[str, Any]) -> list[Finding]:
     """Under which policies of this consumer messages could be lost or starve."""
-    must = {"ack_policy": "explicit", "filter_subject": spec.filter_subject}
+    must = {"ack_policy": "explicit", "filter_subject": spec.filter_subject, "deliver_policy": "all"}
     wrong: list[tuple[str, object, object]] = [
         (field, config.get(field), value) for field, value in must.items() if config.get(field) != value
     ]
+    if config.get("headers_only"):
+        wrong.append(("headers_only", True, False))
+    if config.get("deliver_subject"):
+        wrong.append(("deliver_subject", config["deliver_subject"], "empty (a pull consumer)"))
     if config.get("max_deliver", -1) > 0:
         wrong.append(("max_deliver", config["max_deliver"], -1))
     if config.get("max_ack_pending", -1) > 0:

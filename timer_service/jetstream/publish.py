@@ -15,7 +15,15 @@ from typing import Any
 import msgspec
 import nats.errors
 
-from timer_service.errors import Ambiguous, BrokerError, NotFound, RequestRefused, Unavailable, WrongRevision
+from timer_service.errors import (
+    Ambiguous,
+    BrokerError,
+    Forbidden,
+    NotFound,
+    RequestRefused,
+    Unavailable,
+    WrongRevision,
+)
 from timer_service.fibers import Pending
 from timer_service.jetstream.connection import Connection, Received, api_error
 
@@ -63,7 +71,7 @@ class Publisher:
         self._connection = connection
         self._timeout_s = connection.timeout_s
         self._tokens = count()
-        self._inflight: dict[str, tuple[Pending[Any], Reader, float]] = {}
+        self._inflight: dict[str, tuple[Pending[Any], Reader, float, str]] = {}
         self._prefix = ""
         self._now: Callable[[], float] = lambda: 0.0
         self._sweeper: asyncio.Task[None] | None = None
@@ -75,6 +83,7 @@ class Publisher:
         self._prefix = f"{inbox}."
         await self._connection.subscribe(f"{inbox}.*", self._on_reply)
         self._connection.on_lost(self.fail_all)
+        self._connection.on_denied(self._fail_denied)
         self._sweeper = asyncio.create_task(self._sweep(), name="publisher.sweep")
 
     async def stop(self) -> None:
@@ -95,7 +104,7 @@ class Publisher:
         """
         token = str(next(self._tokens))
         pending: Pending[Ack] = Pending()
-        self._inflight[token] = (pending, _read_ack, self._now() + self._timeout_s)
+        self._inflight[token] = (pending, _read_ack, self._now() + self._timeout_s, subject)
         try:
             await self._connection.client.publish(subject, data, self._prefix + token, headers)
         except (nats.errors.Error, OSError) as error:
@@ -130,7 +139,7 @@ class Publisher:
     async def _send(self, subject: str, data: bytes, headers: dict[str, str] | None, read: Reader) -> Pending[Any]:
         token = str(next(self._tokens))
         pending: Pending[Any] = Pending()
-        self._inflight[token] = (pending, read, self._now() + self._timeout_s)
+        self._inflight[token] = (pending, read, self._now() + self._timeout_s, subject)
         try:
             await self._connection.client.publish(subject, data, self._prefix + token, headers)
         except (nats.errors.Error, OSError) as error:
@@ -142,7 +151,7 @@ class Publisher:
         entry = self._inflight.pop(message.subject[len(self._prefix) :], None)
         if entry is None:
             return
-        pending, read, _ = entry
+        pending, read, _, _ = entry
         try:
             value = read(message)
         except (BrokerError, msgspec.MsgspecError) as error:
@@ -153,15 +162,22 @@ class Publisher:
     def fail_all(self) -> None:
         """Everything in flight becomes Ambiguous."""
         inflight, self._inflight = self._inflight, {}
-        for pending, _, _ in inflight.values():
+        for pending, *_ in inflight.values():
             pending.fail(Ambiguous("the connection was lost before the broker's reply came"))
+
+    def _fail_denied(self, subject: str) -> None:
+        """The broker does not answer who may not publish; it complains of the subject, in lower case."""
+        denied = [token for token, entry in self._inflight.items() if entry[3].lower() == subject]
+        for token in denied:
+            pending, *_, own = self._inflight.pop(token)
+            pending.fail(Forbidden(f"no permission to publish on {own}"))
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
             now = self._now()
             late = []
-            for token, (_, _, deadline) in self._inflight.items():
+            for token, (_, _, deadline, _) in self._inflight.items():
                 if deadline > now:
                     break  # insertion order is deadline order
                 late.append(token)

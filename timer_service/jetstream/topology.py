@@ -211,6 +211,39 @@ RESUME_SERVICE = ConsumerSpec(RESUMES, RESUME_CONSUMER, RESUME_SUBJECT)
 CONSUMERS = (COMMAND_SERVICE, WAKE_SERVICE, RESUME_SERVICE)
 
 
+_API_WORDS = "$JS.API.ACK._INBOX.STREAM.CONSUMER.MSG.DIRECT.INFO.NAMES.CREATE.UPDATE.DELETE.NEXT.GET"
+_NAMES = {
+    word.lower(): word
+    for text in (
+        _API_WORDS,
+        *(text for spec in streams(Sizes()) for text in (spec.name, *spec.subjects)),
+        *(spec.name for spec in CONSUMERS),
+    )
+    for word in text.removesuffix(".>").split(".")
+}
+"""Every token that is no value, by its lower-case form."""
+
+
+def as_granted(subject: str) -> str:
+    """What to write into the permissions for ``subject``: what follows the names becomes ``>``. Case is restored
+    where it got lost (nats-py lower-cases what the broker complains of)."""
+    names: list[str] = []
+    for token in subject.split("."):
+        name = _NAMES.get(token.lower())
+        if name is None:
+            return ".".join([*names, ">"]) if names else subject
+        names.append(name)
+    return ".".join(names)
+
+
+def stream_of(subject: str) -> str | None:
+    """The stream that a subject of ours, or a request about it, belongs to."""
+    for spec in streams(Sizes()):
+        if spec.name in subject.split(".") or any(subject.startswith(own.removesuffix(">")) for own in spec.subjects):
+            return spec.name
+    return None
+
+
 def is_literal_subject(subject: str, prefix: str = "") -> bool:
     """Whether this is safe to publish on: printable ASCII, no wildcard, no empty token, below ``prefix``.
 
