@@ -227,6 +227,7 @@ class CommandService:
         revision = await self._store.put(timer, stored.revision)
         timer_ref = timer.timer_ref
         self._recent.keep(timer_ref, Stored(timer, revision))
+        self._problems.solved(timer_ref)  # a payload that was gone does not matter any more
         self._driver.observe(timer_ref, revision, summary_of(timer))
         await self._settling.accept(work, timer, Status.ACCEPTED, write.code)
         self._early.arrived(timer_ref)
