@@ -7,7 +7,7 @@ JSON that the service only carries (key, payload, edges) stays text here; the co
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -19,6 +19,11 @@ MAX_TIMELINE = 16
 MAX_DELAY_MS = 3_155_760_000_000  # 100 years of 365.25 days
 MIN_DUE_MS = 0
 MAX_DUE_MS = 7_258_118_400_000  # 2200-01-01T00:00:00Z
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""An integer in a stored record. What lies outside was never written by us, and could break arithmetic."""
+EpochMs = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+DueMs = Annotated[int, msgspec.Meta(ge=MIN_DUE_MS, le=MAX_DUE_MS)]
 
 JsonText = msgspec.Raw
 """JSON as its sender wrote it, carried unread."""
@@ -57,23 +62,23 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Occurrence(msgspec.Struct, frozen=True, gc=False):
     """One generation in the timeline. Instants are epoch milliseconds; null is "not yet" or "not known"."""
 
-    generation: int
-    accepted_at_ms: int
-    due_at_ms: int
-    woken_at_ms: int | None = None
-    elapsed_at_ms: int | None = None
-    resumed_at_ms: int | None = None
-    resumes: int = 0
+    generation: Number
+    accepted_at_ms: EpochMs
+    due_at_ms: DueMs
+    woken_at_ms: EpochMs | None = None
+    elapsed_at_ms: EpochMs | None = None
+    resumed_at_ms: EpochMs | None = None
+    resumes: Number = 0
     answer: Answer | None = None
-    answered_at_ms: int | None = None
-    lateness_ms: int | None = None
+    answered_at_ms: EpochMs | None = None
+    lateness_ms: Number | None = None
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
     """When the broker stored a command: its millisecond, and its stream sequence within that."""
 
-    stored_at_ms: int
-    seq: int
+    stored_at_ms: EpochMs
+    seq: Number
 
 
 class Timer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -89,27 +94,27 @@ class Timer(msgspec.Struct, frozen=True, omit_defaults=True):
     timer_ref: TimerRef
     timer: JsonText
     phase: Phase
-    generation: int
-    fence: int
-    due_at_ms: int
-    retries_used: int
-    max_retries: int | None
+    generation: Number
+    fence: Number
+    due_at_ms: DueMs
+    retries_used: Number
+    max_retries: Number | None
     payload_sha256: str
     timeline: tuple[Occurrence, ...]
     receipts: tuple[Receipt, ...]
     applied: Order
     start_content: str
-    delay_ms: int | None = None
+    delay_ms: Number | None = None
     payload: JsonText | Absent = ABSENT
-    snapshot_seq: int | None = None
+    snapshot_seq: Number | None = None
     edges: JsonText | Absent = ABSENT
     runtime_sha256: str | None = None
     cancel_requested: bool = False
-    archive_seq: int = 0
+    archive_seq: Number = 0
     status: Phase | None = None
     failure_code: str | Absent | None = ABSENT
     message: str | Absent | None = ABSENT
-    ended_at_ms: int | None = None
+    ended_at_ms: EpochMs | None = None
 
     @property
     def current(self) -> Occurrence:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from timer_service.domain.codes import Code, Status
 from timer_service.domain.identity import TimerRef, is_timer_ref, occurrence_id
-from timer_service.domain.model import ABSENT, STATE_VERSION, Absent, JsonText, Timer, Wake
+from timer_service.domain.model import ABSENT, STATE_VERSION, Absent, EpochMs, JsonText, Number, Timer, Wake
 
 REJECTED_BODY_BYTES = 4096
 _NULL = JsonText(b"null")
@@ -71,9 +71,9 @@ class WakeRecord(msgspec.Struct, frozen=True):
 
     v: int
     timer_ref: TimerRef
-    generation: int
-    woken_at_ms: int
-    revision: int = 0
+    generation: Number
+    woken_at_ms: EpochMs
+    revision: Number = 0
 
 
 class Removal(msgspec.Struct, frozen=True):
