@@ -32,6 +32,11 @@ MAX_SLEEP_S = 30.0
 _FIRED_A_TURN = 128
 
 
+def again_after_ms(tries: int) -> int:
+    """How long to wait after so many tries: 2 s, doubling to a minute."""
+    return min(AGAIN_MS << min(tries, 16), MAX_AGAIN_MS)
+
+
 class Armed(Entry[TimerRef]):
     """What the heap knows of a timer; ``tries`` counts what was done for it in its present phase."""
 
@@ -45,6 +50,7 @@ class Armed(Entry[TimerRef]):
         "snapshot_seq",
         "tries",
         "unanswered",
+        "unsent",
     )
 
     def __init__(self, key: TimerRef, revision: int, summary: Summary, at: int, seq: int) -> None:
@@ -54,6 +60,8 @@ class Armed(Entry[TimerRef]):
         self.unanswered = False
         self.resumed: Resumed | None = None
         self.resume_seq: int | None = None
+        self.unsent = False
+        """The first resume of this occurrence has failed, or its reply was lost."""
 
     def take(self, revision: int, summary: Summary) -> None:
         """Take over what the state says at ``revision``."""
@@ -131,7 +139,7 @@ class Driver:
     def _update(self, armed: Armed, revision: int, summary: Summary, at: int) -> None:
         self._answered(armed)
         if (armed.generation, armed.phase) != (summary.generation, summary.phase):
-            armed.resumed, armed.resume_seq, armed.tries = None, None, 0
+            armed.resumed, armed.resume_seq, armed.tries, armed.unsent = None, None, 0, False
             self._heap.update(armed, at, self._seq)
         elif summary.phase is Phase.WAITING:
             self._heap.update(armed, at, self._seq)
@@ -225,7 +233,7 @@ class Driver:
         return _FIRED_A_TURN
 
     def _fire(self, armed: Armed, now_ms: int) -> None:
-        again_ms = min(AGAIN_MS << min(armed.tries, 16), MAX_AGAIN_MS)
+        again_ms = again_after_ms(armed.tries)
         if armed.phase is Phase.ELAPSED:
             again_ms = self._resume_timeout_ms
         armed.tries += 1

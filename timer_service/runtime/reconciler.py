@@ -18,12 +18,10 @@ from timer_service.runtime.driver import Armed, Driver
 from timer_service.runtime.feed import Feed
 from timer_service.runtime.lanes import Lanes
 from timer_service.runtime.problems import Problems
-from timer_service.runtime.resumes import ResumeService
+from timer_service.runtime.resumes import DUPLICATE_WINDOW_MS, ResumeService
 from timer_service.runtime.terminals import Terminals
 
 EVIDENCE_INTERVAL_S = 2.0
-DUPLICATE_WINDOW_MS = 100_000
-"""A little less than the broker's: inside it a resume may be published again under its first id at no cost."""
 
 
 class Sweeper(Protocol):

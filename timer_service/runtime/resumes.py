@@ -13,12 +13,15 @@ from timer_service.domain.summary import summary_of
 from timer_service.errors import BrokerError, NotFound, UnreadableState
 from timer_service.metrics import Metrics
 from timer_service.ports import Resumes, Snapshots, StateStore, Stored
-from timer_service.runtime.driver import AGAIN_MS, Armed, Driver
+from timer_service.runtime.driver import AGAIN_MS, Armed, Driver, again_after_ms
 from timer_service.runtime.problems import Problems
 from timer_service.runtime.recent import Recent
+from timer_service.wire.canonical import MalformedJson, payload_sha256, strict_loads
 from timer_service.wire.records import resume_of
 
 MAX_RESUME_TIMEOUT_MS = 3_600_000
+DUPLICATE_WINDOW_MS = 100_000
+"""A little less than the broker's: inside it a resume may be published again under its first id at no cost."""
 _NULL = JsonText(b"null")
 
 
@@ -60,14 +63,17 @@ class ResumeService:
         if stored is None or stored.timer is None:
             return
         timer = stored.timer
+        if armed.unsent and self._clock.now_ms() - armed.since_ms < DUPLICATE_WINDOW_MS:
+            if await self._publish(timer, armed, attempt=0, count=max(1, timer.current.resumes)):
+                self._driver.look_again(armed, self._next_look(timer))
+            return
         try:
             stands = await self._resumes.stands(occurrence_id(timer.timer_ref, timer.generation), armed.resume_seq)
         except BrokerError:
             self._driver.look_again(armed, self._clock.now_ms() + AGAIN_MS)
             return
-        if not stands:
-            await self._repeat(timer, stored.revision, armed)
-        self._driver.look_again(armed, self._next_look(timer))
+        if stands or await self._repeat(timer, stored.revision, armed):
+            self._driver.look_again(armed, self._next_look(timer))
 
     async def ensure_first(self, armed: Armed) -> None:
         """After a crash the first resume may be missing: the broker's duplicate window drops what is not."""
@@ -92,14 +98,15 @@ class ResumeService:
         same = stored.timer.phase is Phase.ELAPSED and stored.timer.generation == armed.generation
         return stored if same else None
 
-    async def _repeat(self, timer: Timer, revision: int, armed: Armed) -> None:
+    async def _repeat(self, timer: Timer, revision: int, armed: Armed) -> bool:
+        """Publish one more copy; False when that failed, and the heap comes back to it by itself."""
         count = max(timer.current.resumes, armed.resumed.count if armed.resumed else 0, 1) + 1
         if not await self._publish(timer, armed, attempt=count - 1, count=count):
-            return
+            return False
         self._log.info(events.RESUME_REPEATED, timer_ref=timer.timer_ref, generation=timer.generation, resumes=count)
         self._metrics.repair("resume_repeated")
         if armed.resumed is None:
-            return
+            return True
         noted = note_resumed(timer, armed.resumed)
         try:
             new_revision = await self._store.put(noted, revision)
@@ -108,6 +115,7 @@ class ResumeService:
         else:
             self._recent.keep(timer.timer_ref, Stored(noted, new_revision))
             self._driver.observe(timer.timer_ref, new_revision, summary_of(noted))
+        return True
 
     async def _publish(self, timer: Timer, armed: Armed, *, attempt: int, count: int) -> bool:
         try:
@@ -115,11 +123,14 @@ class ResumeService:
             armed.resume_seq = await self._resumes.publish(resume_of(timer, payload), attempt)
         except NotFound as error:
             self._problems.report(UnreadableState(timer.timer_ref, f"its payload is gone: {error}"))
+            self._driver.look_again(armed, self._next_look(timer))
             return False
         except BrokerError as error:
             self._log.warning(events.RESUME_FAILED, timer_ref=timer.timer_ref, error=str(error))
-            self._driver.look_again(armed, self._clock.now_ms() + AGAIN_MS)
+            armed.unsent = attempt == 0
+            self._driver.look_again(armed, self._clock.now_ms() + again_after_ms(armed.tries))
             return False
+        armed.unsent = False
         armed.resumed = Resumed(self._clock.now_ms(), count)
         self._metrics.resume()
         return True
@@ -129,17 +140,29 @@ class ResumeService:
             return timer.payload
         if timer.snapshot_seq is None:
             return _NULL
-        return await self._snapshots.get(timer.snapshot_seq)
+        payload = await self._snapshots.get(timer.snapshot_seq)
+        if not _hashes_to(payload, timer.payload_sha256):
+            raise NotFound(f"snapshot {timer.snapshot_seq} is another one's")
+        return payload
 
     def _next_look(self, timer: Timer) -> int:
         """60 s after it elapsed, then after twice as long each time, up to an hour (with the default time-out)."""
         now_ms = self._clock.now_ms()
         at_ms, wait_ms = (timer.current.elapsed_at_ms or now_ms), self._timeout_ms
         limit_ms = max(self._timeout_ms, MAX_RESUME_TIMEOUT_MS)
-        while at_ms <= now_ms:
+        while at_ms <= now_ms and wait_ms < limit_ms:
             at_ms += wait_ms
             wait_ms = min(wait_ms * 2, limit_ms)
-        return at_ms
+        missed = (now_ms - at_ms) // limit_ms + 1 if at_ms <= now_ms else 0
+        return at_ms + missed * limit_ms
+
+
+def _hashes_to(payload: JsonText, expected: str) -> bool:
+    """Whether this is the payload that was snapshotted: a stream that was made anew gives out its sequences again."""
+    try:
+        return payload_sha256(strict_loads(bytes(payload))) == expected
+    except MalformedJson:
+        return False
 
 
 def resumed_of(driver: Driver, timer: Timer) -> Resumed | None:
