@@ -117,9 +117,9 @@ class Monitor:
         return [*self._broker_reasons(), *self._ring(), *self._clock_reasons(), *self._room_reasons()]
 
     def _broker_reasons(self) -> list[Reason]:
-        found = list(self._findings or [])
-        told = {finding.message for finding in found}
-        found += [finding for finding in self._lately_denied() if finding.message not in told]
+        found = [*(self._findings or []), *self._lately_denied()]
+        denied = {finding.message: finding for finding in reversed(found) if finding.code == "permission_denied"}
+        found = [finding for finding in found if denied.get(finding.message, finding) is finding]
         reasons = [Reason(finding.code, finding.resource, finding.message) for finding in found]
         if self._provision_error is not None:
             reasons.insert(0, Reason("provision_failed", "JetStream", self._provision_error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -31,7 +32,8 @@ _PING_INTERVAL_S = 5
 _STORAGE_CODES = frozenset({10023, 10028, 10047, 10076, 10077, 10122})
 _NOT_FOUND_CODES = frozenset({10014, 10037, 10059})
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
-_VERBS = {"publish": "publish on", "subscription": "subscribe to"}
+PUBLISH, SUBSCRIBE = "publish on", "subscribe to"
+_VERBS = {"publish": PUBLISH, "subscription": SUBSCRIBE}
 _MAX_DENIALS = 64
 
 Listener = Callable[[], None]
@@ -45,6 +47,11 @@ class Denial(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"no permission to {self.verb} {self.subject}; grant it to this account"
+
+
+_DEAF = Denial(SUBSCRIBE, "_INBOX.>")
+"""No reply can be heard."""
+DenialListener = Callable[[Denial, str], None]
 
 
 class Received:
@@ -102,7 +109,7 @@ class Connection:
         self.closed = asyncio.Event()
         self._creds = creds
         self._client: _Client | None = None
-        self._denied: list[Callable[[str], None]] = []
+        self._denied: list[DenialListener] = []
         self._lost: list[Listener] = []
         self._returned: list[Listener] = []
 
@@ -172,8 +179,8 @@ class Connection:
         """``listener`` is called when the connection is there again."""
         self._returned.append(listener)
 
-    def on_denied(self, listener: Callable[[str], None]) -> None:
-        """``listener`` is called with the lower-case subject of each publish that was refused."""
+    def on_denied(self, listener: DenialListener) -> None:
+        """``listener`` is called for each refusal, with the whole subject in lower case."""
         self._denied.append(listener)
 
     def denied_since(self, since_s: float) -> list[Denial]:
@@ -228,20 +235,22 @@ class Connection:
 
     async def request(self, subject: str, data: bytes = b"") -> bytes:
         """One core request. Raises Unavailable (nobody listens), Forbidden, Ambiguous (no answer in time)."""
-        refused = asyncio.Event()
-        listener = partial(_set_if, refused, subject.lower())
+        if time.monotonic() - self.denials.get(_DEAF, -math.inf) < self.timeout_s:
+            raise Forbidden(str(_DEAF))
+        refused: asyncio.Future[Denial] = asyncio.get_running_loop().create_future()
+        listener = partial(_note_refusal, refused, subject.lower())
         self._denied.append(listener)
         asked = asyncio.create_task(self._ask(subject, data))
-        stop = asyncio.create_task(refused.wait())
         try:
-            await asyncio.wait({asked, stop}, return_when=asyncio.FIRST_COMPLETED)
+            waiting: set[asyncio.Future[Any]] = {asked, refused}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not asked.done():
-                raise Forbidden(str(Denial("publish on", topology.as_granted(subject))))
+                raise Forbidden(str(refused.result()))
             return asked.result()
         finally:
             self._denied.remove(listener)
             asked.cancel()
-            stop.cancel()
+            refused.cancel()
 
     async def _ask(self, subject: str, data: bytes) -> bytes:
         try:
@@ -264,10 +273,10 @@ class Connection:
     def _on_violation(self, kind: str, subject: str) -> None:
         if len(self.denials) >= _MAX_DENIALS:
             self.denials.clear()
-        self.denials[Denial(_VERBS[kind], topology.as_granted(subject))] = time.monotonic()
-        if kind == "publish":
-            for listener in list(self._denied):
-                listener(subject)
+        denial = Denial(_VERBS[kind], topology.as_granted(subject))
+        self.denials[denial] = time.monotonic()
+        for listener in list(self._denied):
+            listener(denial, subject)
 
     async def _on_disconnected(self) -> None:
         for listener in self._lost:
@@ -282,9 +291,10 @@ class Connection:
         self.closed.set()
 
 
-def _set_if(event: asyncio.Event, wanted: str, subject: str) -> None:
-    if subject == wanted:
-        event.set()
+def _note_refusal(refused: asyncio.Future[Denial], asked: str, denial: Denial, subject: str) -> None:
+    """A request can't be answered when it may not be sent, or its answer not be heard."""
+    if not refused.done() and (subject == asked or (denial.verb == SUBSCRIBE and subject.startswith("_inbox."))):
+        refused.set_result(denial)
 
 
 def api_error(error: dict[str, Any], about: str) -> BrokerError:

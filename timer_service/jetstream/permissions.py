@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 
 from timer_service.jetstream import topology
-from timer_service.jetstream.connection import Connection, Denial
+from timer_service.jetstream.connection import SUBSCRIBE, Connection, Denial
 from timer_service.jetstream.provision import Finding
 
 _PROBE = "probe"
@@ -60,7 +60,18 @@ async def missing_permissions(connection: Connection) -> list[Finding]:
         await connection.publish(subject, _UNREADABLE)
     await connection.subscribe_again()
     await connection.flush()
+    _forget_mended(connection, since_s)
     return findings(connection.denied_since(since_s))
+
+
+_TRIED = frozenset(topology.as_granted(subject) for subject in (*WRITES, *REQUESTS))
+
+
+def _forget_mended(connection: Connection, since_s: float) -> None:
+    """What was tried since, and not refused, is allowed again."""
+    for denial, at_s in list(connection.denials.items()):
+        if at_s < since_s and (denial.subject in _TRIED or denial.verb == SUBSCRIBE):
+            del connection.denials[denial]
 
 
 def findings(denials: Iterable[Denial]) -> list[Finding]:

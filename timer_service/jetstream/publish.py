@@ -25,7 +25,7 @@ from timer_service.errors import (
     WrongRevision,
 )
 from timer_service.fibers import Pending
-from timer_service.jetstream.connection import Connection, Received, api_error
+from timer_service.jetstream.connection import Connection, Denial, Received, api_error
 
 _SWEEP_S = 0.25
 _WRONG_SEQUENCE = frozenset({10071, 10164})
@@ -165,12 +165,11 @@ class Publisher:
         for pending, *_ in inflight.values():
             pending.fail(Ambiguous("the connection was lost before the broker's reply came"))
 
-    def _fail_denied(self, subject: str) -> None:
+    def _fail_denied(self, denial: Denial, subject: str) -> None:
         """The broker does not answer who may not publish; it complains of the subject, in lower case."""
         denied = [token for token, entry in self._inflight.items() if entry[3].lower() == subject]
         for token in denied:
-            pending, *_, own = self._inflight.pop(token)
-            pending.fail(Forbidden(f"no permission to publish on {own}"))
+            self._inflight.pop(token)[0].fail(Forbidden(str(denial)))
 
     async def _sweep(self) -> None:
         while True:
