@@ -26,8 +26,9 @@ from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.publish import Publisher
 from timer_service.jetstream.stores import JetStreamArchive, JetStreamSnapshots, JetStreamState
+from timer_service.wire.bodies import KeyBody
 from timer_service.wire.canonical import exact_json, strict_loads
-from timer_service.wire.commands import KeyBody, Kind, timer_key
+from timer_service.wire.commands import Kind, timer_key
 from timer_service.wire.records import Outcome, encode
 
 DEFAULT_TIMEOUT_MS = 15_000

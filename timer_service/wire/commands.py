@@ -37,6 +37,17 @@ from timer_service.domain.model import (
     Retry,
     Start,
 )
+from timer_service.wire.bodies import (
+    CancelBody,
+    CommandBody,
+    CompleteBody,
+    DueBody,
+    EdgesBody,
+    FailBody,
+    KeyBody,
+    RetryBody,
+    StartBody,
+)
 from timer_service.wire.canonical import MalformedJson, canonical_json, sha256_hex, strict_loads
 from timer_service.wire.instants import parse_instant_ms
 
@@ -56,7 +67,6 @@ _COMMAND_ID = re.compile(r"[\x20-\x7e]{1,128}")
 _FAILURE_CODE = re.compile(r"[a-z0-9_]{1,64}")
 _SHA256 = re.compile(r"[0-9A-Fa-f]{64}")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
-_NULL = msgspec.Raw(b"null")
 
 
 class BadCommand(Exception):
@@ -74,82 +84,7 @@ class BadCommand(Exception):
         self.timer_ref: str | None = None
 
 
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    v: int
-    command_id: str
-
-
-class KeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The key object: the four lineage parts, or a name with its namespace."""
-
-    flow_id: str | None = None
-    flow_version: str | None = None
-    root_execution_id: str | None = None
-    node_id: str | None = None
-    name: str | None = None
-    namespace: str | None = None
-
-
-class _Edges(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    start: str
-    elapsed: str
-    retry: str | None = None
-
-
-class DueBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """``due`` as sent: one of its three forms."""
-
-    delay_ms: int | None = None
-    at: str | None = None
-    at_ms: int | None = None
-
-
-class StartBody(_Strict, frozen=True, kw_only=True):
-    """The body of a start."""
-
-    timer: KeyBody
-    due: DueBody | None = None
-    edges: msgspec.Raw = _NULL
-    max_retries: int | msgspec.UnsetType | None = msgspec.UNSET
-    payload: msgspec.Raw = _NULL
-    payload_sha256: str | None = None
-    runtime_sha256: str | None = None
-    if_exists: Literal["reject", "replace"] | None = None
-
-
-class _ByRef(_Strict, frozen=True, kw_only=True):
-    timer_ref: str
-
-
-class CancelBody(_ByRef, frozen=True, kw_only=True):
-    """The body of a cancel."""
-
-    generation: int | None = None
-    reason: str | None = None
-    wait_ms: int | None = None
-
-
-class CompleteBody(_ByRef, frozen=True, kw_only=True):
-    """The body of a complete."""
-
-    generation: int
-    fence: int
-
-
-class RetryBody(CompleteBody, frozen=True, kw_only=True):
-    """The body of a retry."""
-
-    due: DueBody | None = None
-
-
-class FailBody(CompleteBody, frozen=True, kw_only=True):
-    """The body of a fail."""
-
-    failure_code: str
-    message: str | None = None
-
-
-_BODIES: dict[Kind, type[_Strict]] = {
+_BODIES: dict[Kind, type[CommandBody]] = {
     "start": StartBody,
     "retry": RetryBody,
     "complete": CompleteBody,
@@ -157,7 +92,7 @@ _BODIES: dict[Kind, type[_Strict]] = {
     "cancel": CancelBody,
 }
 _DECODERS = {kind: msgspec.json.Decoder(body) for kind, body in _BODIES.items()}
-_EDGES = msgspec.json.Decoder(_Edges)
+_EDGES = msgspec.json.Decoder(EdgesBody)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -291,7 +226,7 @@ def _max_retries(value: int | msgspec.UnsetType | None) -> int | None:
     raise BadCommand(Code.MALFORMED, f"max_retries is not an integer from 0 to {MAX_RETRIES_LIMIT}, or null")
 
 
-def _edges(raw: msgspec.Raw, lineage: bool) -> _Edges | None:
+def _edges(raw: msgspec.Raw, lineage: bool) -> EdgesBody | None:
     if bytes(raw) == b"null":
         return None
     if not lineage:
@@ -407,7 +342,7 @@ def _at_least(name: str, value: int, least: int) -> None:
         raise BadCommand(Code.MALFORMED, f"{name} is {value}; {least} is the least")
 
 
-def _content(kind: Kind, read: _Strict) -> str:
+def _content(kind: Kind, read: CommandBody) -> str:
     """A hash of what was sent: the kind and all fields but the id. Half of a SHA-256 tells contents apart.
 
     Taken over the fields as they were read, so spelling and order of the JSON do not matter, and null counts as
