@@ -221,6 +221,7 @@ async def test_a_stop_during_a_long_hand_off_finishes_it(bench: Killing) -> None
     begun = loop.time()
     await until(lambda: loop.time() - begun > 1.0)  # more than two leases
     assert first.process.returncode is None
+    assert not await asyncio.to_thread(first.ready)  # still answered: HTTP goes last
     bench.open_gate()
     assert await first.ends() == 0
     assert (await bench.reaches(State.DONE, "a-1")).attempts == 1

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from notify_consumer import Resume, fail, retry
+from notify_consumer.consumer import BATCH, WINDOW
 from notify_consumer.outbox.base import State
 from tests.support.broker import Broker
 from tests.support.notify import resume_body, resume_bytes, until
@@ -59,6 +60,16 @@ async def test_a_resume_goes_all_the_way(bench: Bench) -> None:
             },
         )
     ]
+
+
+async def test_a_resume_does_not_wait_for_a_poll(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes in is handed off at once: it takes no periodic look at the outbox."""
+    monkeypatch.setattr("notify_consumer.relay.POLL_S", 3_600)
+    bench.handlers.default(lambda resume: None)
+    async with bench.running() as app:
+        for name in ("a-1", "a-2", "a-3"):
+            await bench.publish(name)
+            await reaches(app, State.DONE, name)
 
 
 async def test_what_arrives_together_is_handled_once_each(bench: Bench) -> None:
@@ -320,25 +331,29 @@ async def test_a_locked_outbox_delays_and_loses_nothing(
     monkeypatch.setattr("notify_consumer.consumer.REDELIVER_MS", 50)
     calls: list[str] = []
     bench.handlers.default(lambda resume: calls.append(resume.resume_id))
+    names = [f"r-{n}" for n in range(WINDOW + BATCH)]
     async with bench.running() as app:
         locker = sqlite3.connect(tmp_path / "outbox.db", isolation_level=None)
         locker.execute("BEGIN IMMEDIATE")
-        await bench.publish("order-1", "order-2")
+        await bench.publish(*names)
 
         async def redelivered() -> bool:
             info = await bench.api(f"CONSUMER.INFO.{RESUMES}.{RESUME_CONSUMER}")
             return bool(info["num_redelivered"])
 
         await until(redelivered, "they are delivered again")
-        assert await bench.unread() == 2
+        assert await bench.unread() == len(names)
         assert not calls
         locker.execute("ROLLBACK")
         locker.close()
-        await reaches(app, State.DONE)
-        await reaches(app, State.DONE, "order-2")
+
+        async def all_done() -> bool:
+            return (await app.outbox.counts())[State.DONE] == len(names)
+
+        await until(all_done, "all are done")
         await bench.all_read()
-        assert app.readiness().ready
-    assert len(calls) == 2
+        await until(lambda: app.readiness().ready)
+    assert len(calls) == len(set(calls)) == len(names)
 
 
 async def test_an_outbox_that_cannot_be_opened_is_waited_for(bench: Bench, tmp_path: Path) -> None:
@@ -379,6 +394,28 @@ async def test_stopping_takes_readiness_first_and_finishes_work(bench: Bench) ->
     async with bench.running() as again:
         assert (await again.outbox.get(resume_body("order-1")["resume_id"])).state is State.DONE  # type: ignore[union-attr]
         await reaches(again, State.DONE, "order-2")
+
+
+async def test_what_arrived_before_the_stop_is_put_away(bench: Bench) -> None:
+    """Resumes that were delivered but not yet stored when the stop came are stored and acknowledged before the end."""
+    bench.handlers.default(lambda resume: None)
+    inserting, gate = asyncio.Event(), asyncio.Event()
+    async with bench.running() as app:
+        insert = app.outbox.insert
+
+        async def slow(rows: Any) -> set[str]:
+            inserting.set()
+            await gate.wait()
+            return await insert(rows)
+
+        app.outbox.insert = slow  # type: ignore[method-assign]
+        await bench.publish("order-1")
+        await inserting.wait()
+        await bench.publish("order-2")
+        await until(lambda: app.consumer._deliveries)
+        app.stop()
+        gate.set()
+    assert await bench.unread() == 0
 
 
 async def test_stopping_needs_no_broker(bench: Bench, broker: Broker) -> None:

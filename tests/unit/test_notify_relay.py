@@ -135,6 +135,47 @@ async def test_what_was_there_before_the_start_is_taken_up(stage: Stage) -> None
     await stage.reaches(State.DONE)
 
 
+@pytest.fixture
+def no_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the periodic look at the outbox came once an hour."""
+    monkeypatch.setattr("notify_consumer.relay.POLL_S", 3_600)
+
+
+@pytest.mark.usefixtures("no_poll")
+async def test_a_freed_slot_is_used_at_once(stage: Stage) -> None:
+    """The end of a hand-off is what lets the next one begin."""
+    stage.handlers.default(lambda resume: None)
+    stage.start(Policy(concurrency=1))
+    await stage.put(*(f"r{n}" for n in range(20)))
+    await stage_empties(stage, 20)
+
+
+@pytest.mark.usefixtures("no_poll")
+async def test_a_backoff_that_is_over_is_noticed(stage: Stage) -> None:
+    """The relay knows when the next row can be claimed, and looks then."""
+    calls: list[int] = []
+
+    @stage.handlers.default
+    async def handler(resume: Resume) -> None:
+        calls.append(1)
+        if len(calls) < 4:
+            raise RuntimeError("boom")
+
+    stage.start(Policy(backoff_initial_ms=20, backoff_max_ms=20))
+    await stage.put("a")
+    await stage.reaches(State.DONE)
+
+
+@pytest.mark.usefixtures("no_poll")
+async def test_a_lease_that_ran_out_is_noticed(stage: Stage) -> None:
+    """A dead process's claim is taken up when its lease ends, known from the store."""
+    stage.handlers.default(lambda resume: None)
+    await stage.put("a")
+    await stage.outbox.claim("dead", {"x": 1}, 100)
+    stage.start()
+    assert (await stage.reaches(State.DONE)).attempts == 2
+
+
 # -- what the timer service says ------------------------------------------------------------------------------
 
 
