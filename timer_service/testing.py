@@ -281,7 +281,7 @@ class MemoryDelivery:
         self.seq = seq
         self.stored_at_ms = stored_at_ms
         self.answers: list[str] = []
-        """``ack``, ``nak`` and ``in_progress``, in order."""
+        """``ack``, ``nak``, ``park`` and ``in_progress``, in order."""
         self.nak_delay_ms: int | None = None
         self._on_settled = on_settled
 
@@ -298,6 +298,9 @@ class MemoryDelivery:
         self.answers.append("nak")
         self.nak_delay_ms = delay_ms
         self._on_settled(self)
+
+    async def park(self) -> None:
+        self.answers.append("park")
 
     async def in_progress(self) -> None:
         self.answers.append("in_progress")

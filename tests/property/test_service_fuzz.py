@@ -120,7 +120,8 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
         case _:
             fields = json.loads(data)
             for _ in range(draw(st.integers(1, 2))):
-                place = draw(st.sampled_from([fields, fields, *fields.get("timeline", [])[-1:]]))
+                places = [fields, fields, *fields.get("timeline", [])[-1:]]
+                place = draw(st.sampled_from([place for place in places if isinstance(place, dict)]))
                 if place:
                     place[draw(st.sampled_from(sorted(place)))] = "@odd@"
             text = json.dumps(fields).encode()

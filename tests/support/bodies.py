@@ -135,7 +135,7 @@ def bodies(draw: st.DrawFn, kind: Kind | None = None) -> tuple[Kind, dict[str, A
 @st.composite
 def mutated(draw: st.DrawFn, fields: dict[str, Any]) -> dict[str, Any]:
     """``fields`` with up to three changes, at the top or one level down: a value, a field less, a field more."""
-    changed = copy.deepcopy(fields)
+    changed = copy.deepcopy(fields)  # and drawn values below: they may be shared, and are changed here
     for _ in range(draw(st.integers(0, 3))):
         inner = [value for value in changed.values() if isinstance(value, dict)]
         target = draw(st.sampled_from([changed, changed, *inner]))
@@ -143,10 +143,10 @@ def mutated(draw: st.DrawFn, fields: dict[str, Any]) -> dict[str, Any]:
         match draw(st.sampled_from(["value", "value", "less", "more"])):
             case "value" if names:
                 name = draw(st.sampled_from([*names, *(name for name in names if name in _NEAR)]))
-                target[name] = draw(_NEAR.get(name, JUNK) | JUNK)
+                target[name] = copy.deepcopy(draw(_NEAR.get(name, JUNK) | JUNK))
             case "less" if names:
                 del target[draw(st.sampled_from(names))]
             case _:
                 name = draw(_FIELD_NAMES)
-                target[name] = draw(_NEAR.get(name, JUNK) | JUNK)
+                target[name] = copy.deepcopy(draw(_NEAR.get(name, JUNK) | JUNK))
     return changed

@@ -69,6 +69,10 @@ class Delivery:
         """Give it back, to be delivered again after ``delay_ms``."""
         await self._loop.settle(self.reply, b'-NAK {"delay": %d}' % (delay_ms * 1_000_000) if delay_ms else _NAK)
 
+    async def park(self) -> None:
+        """It waits for something else: it takes no room in the window from here on. Whoever parks bounds how many."""
+        await self._loop.park(self.reply)
+
     async def in_progress(self) -> None:
         """Still working: the broker's redelivery clock starts anew."""
         await self._loop.respond(self.reply, _IN_PROGRESS)
@@ -99,6 +103,7 @@ class PullLoop:
         self._on_missing = on_missing
         self._asked = 0
         self._unsettled: set[str] = set()
+        self._parked: set[str] = set()
         self._pulling = False
         self._heard = 0.0
         self._round = 0
@@ -141,7 +146,7 @@ class PullLoop:
 
     async def hand_back(self) -> int:
         """Give back all that is not settled, for others to take at once; returns how many messages that were."""
-        rest = list(self._unsettled)
+        rest = [*self._unsettled, *self._parked]
         for reply in rest:
             await self.settle(reply, _NAK)
         return len(rest)
@@ -153,7 +158,17 @@ class PullLoop:
     async def settle(self, reply: str, answer: bytes) -> None:
         """Answer a delivery for good, and ask for more when enough room is there."""
         self._unsettled.discard(reply)
+        self._parked.discard(reply)
         await self.respond(reply, answer)
+        await self._ask_for_enough()
+
+    async def park(self, reply: str) -> None:
+        """Give this delivery's place to another; it is still to be settled."""
+        self._unsettled.discard(reply)
+        self._parked.add(reply)
+        await self._ask_for_enough()
+
+    async def _ask_for_enough(self) -> None:
         if self._window - self._asked - len(self._unsettled) >= self._batch:
             await self._ask()
 

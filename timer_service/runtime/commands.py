@@ -172,7 +172,7 @@ class CommandService:
             if command.timer_ref in self._held:
                 await self._settling.release(work, HOLD_MS)  # its start is queued for want of room: so is this
             else:
-                self._early.wait(work, command.wait_ms)
+                await self._early.wait(work, command.wait_ms)
         else:
             await self._settling.refuse(work, timer, decision)
         return True
