@@ -48,6 +48,7 @@ from timer_service.runtime.terminals import Terminals
 from timer_service.runtime.wakes import WakeService
 
 _RETRY_S = 1.0
+_wall = SystemClock()
 
 
 class App:
@@ -67,7 +68,7 @@ class App:
         self.publisher = Publisher(self.connection)
         self.watch = Watch(self.publisher, SystemClock())
         self.lanes = Lanes(self._on_work_error)
-        self.archived = Archived()
+        self.archived = Archived(_wall.now_ms, settings.tombstone_ttl_s * 1000)
         self.problems = Problems(self.metrics, self.log)
         self.admission = Admission(
             settings.admission_watermark_percent,
@@ -140,7 +141,7 @@ class App:
             max_payload=lambda: self.connection.max_payload,
             inline_payload_max_bytes=settings.inline_payload_max_bytes,
         )
-        self.feed = Feed(self._follow_state, driver, recent, self.archived, problems, metrics, log)
+        self.feed = Feed(self._follow_state, driver, recent, self.archived, problems, metrics, log, now_ms=_wall.now_ms)
         self.feed.entry_arrived = self.commands.entry_arrived
         state.on_written = self.feed.wrote
         self.reconciler = Reconciler(
@@ -229,6 +230,7 @@ class App:
         await self.publisher.start()
         await self.monitor.prepare_broker()
         self.connection.on_returned(self.feed.heard)
+        self.connection.on_returned(self.reconciler.look_soon)
         await self.connection.subscribe(topology.STATE_FILTER, self._on_foreign_write)
         await self._until_done(self.feed.start)
         _settle_garbage_collector()
@@ -263,17 +265,20 @@ class App:
                 return
 
     async def _scan_archive(self) -> None:
-        """Until this is done, each start looks into the archive itself."""
+        """Until this is done, each start looks into the archive itself. Again when removals may have been missed."""
         prefix = len(topology.TERMINAL_PREFIX)
 
         def look(delivery: Any) -> None:
             self.archived.add(TimerRef(delivery.subject[prefix:]))
 
         subjects = f"{topology.TERMINAL_PREFIX}>"
-        await self._until_done(
-            lambda: read_all(self.connection, self.publisher, topology.TERMINALS, subjects, look, every=False)
-        )
-        self.archived.complete = True
+        while True:
+            self.archived.doubted.clear()
+            await self._until_done(
+                lambda: read_all(self.connection, self.publisher, topology.TERMINALS, subjects, look, every=False)
+            )
+            self.archived.complete = not self.archived.doubted.is_set()
+            await self.archived.doubted.wait()
 
     async def _fail_when_closed(self) -> None:
         await self.connection.closed.wait()

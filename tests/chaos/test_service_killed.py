@@ -24,6 +24,7 @@ from tests.support.service import (
     unique,
 )
 from tests.support.stage import Stage
+from tests.support.states import as_cancelled, as_elapsed, rewritten
 from timer_service.jetstream import topology
 
 LARGE = {"text": "x" * 1_500}
@@ -298,32 +299,3 @@ async def test_a_service_frozen_over_a_due_time_fires_it_once(desk: Desk, servic
         assert len(engine.of(timer_ref)) == 1
     key = lineage_key()
     assert (await desk.ask("start", timer=key, due={"delay_ms": 60_000}))["status"] == "accepted"
-
-
-# -- states by hand -------------------------------------------------------------------------------------------
-
-
-async def rewritten(desk: Desk, timer_ref: str, change: Any) -> dict[str, Any]:
-    """Replace the stored state, as a service that died right after that write would have left it."""
-    entry = await desk.entry(timer_ref)
-    assert entry is not None
-    state = change(json.loads(entry.data or b""))
-    headers = {"Nats-Expected-Last-Subject-Sequence": str(entry.seq)}
-    await desk.js.publish(topology.state_subject(timer_ref), json.dumps(state).encode(), headers=headers)
-    return dict(state)
-
-
-def as_elapsed(state: dict[str, Any], at_ms: int) -> dict[str, Any]:
-    line = {**state["timeline"][0], "due_at_ms": at_ms, "woken_at_ms": at_ms, "elapsed_at_ms": at_ms, "lateness_ms": 0}
-    return {**state, "phase": "elapsed", "fence": state["fence"] + 1, "due_at_ms": at_ms, "timeline": [line]}
-
-
-def as_cancelled(state: dict[str, Any], at_ms: int) -> dict[str, Any]:
-    line = {**state["timeline"][0], "answer": "cancel", "answered_at_ms": at_ms}
-    return {
-        **state,
-        "phase": "cancelled",
-        "fence": state["fence"] + 1,
-        "timeline": [line],
-        "ended_at_ms": at_ms,
-    }

@@ -74,7 +74,11 @@ class Feed:
         problems: Problems,
         metrics: Metrics,
         log: Any,
+        *,
+        now_ms: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._now_ms = now_ms
+        self._looked_at_ms = 0
         self._make_follower = make_follower
         self._driver = driver
         self._recent = recent
@@ -96,6 +100,11 @@ class Feed:
     def position(self) -> int:
         """The sequence up to which every change is accounted for."""
         return self._tally.position
+
+    @property
+    def went_back(self) -> bool:
+        """Whether the stream has given out sequences again that it gave to us before."""
+        return self._tally.went_back
 
     @property
     def quiet(self) -> bool:
@@ -130,6 +139,9 @@ class Feed:
         """Take the stream's newest sequence, every other second: be live when it is needed, quiet when it is not."""
         foreign = bool(self._tally.take_unclaimed()) or self._foreign
         self._foreign = False
+        if self.ready.is_set() and self._tally.position >= self._seen_last_seq:
+            self._archived.followed(self._looked_at_ms)
+        self._looked_at_ms = self._now_ms()
         behind = last_seq > max(self._tally.position, self._seen_last_seq)
         self._seen_last_seq, missed = last_seq, last_seq > self._tally.position and not behind
         self._calm = 0 if foreign else self._calm + 1

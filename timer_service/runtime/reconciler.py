@@ -69,6 +69,8 @@ class Reconciler:
         self._interval_ms = interval_ms
         self._grace_ms = snapshot_grace_ms
         self._created = ""
+        self._owed: str | None = None
+        self._hint = asyncio.Event()
         driver.look_after = self._look_after
 
     async def run(self) -> None:
@@ -78,11 +80,23 @@ class Reconciler:
         last_scan_ms = self._clock.now_ms()
         await self._sweep()
         while True:
-            await asyncio.sleep(EVIDENCE_INTERVAL_S)
-            evidence = await self._evidence()
-            if evidence is not None or self._clock.now_ms() - last_scan_ms >= self._interval_ms:
-                await self._scan(evidence)
+            await self._pause()
+            self._owed = await self._evidence() or self._owed
+            if self._owed is not None or self._clock.now_ms() - last_scan_ms >= self._interval_ms:
+                await self._scan(self._owed)
                 last_scan_ms = self._clock.now_ms()
+
+    def look_soon(self) -> None:
+        """The broker was away: what it has now is to be looked at before much is written to it."""
+        self._hint.set()
+
+    async def _pause(self) -> None:
+        try:
+            async with asyncio.timeout(EVIDENCE_INTERVAL_S):
+                await self._hint.wait()
+        except TimeoutError:
+            return
+        self._hint.clear()
 
     def _look_after(self, armed: Armed) -> None:
         """What the heap does with timers that do not wait."""
@@ -113,6 +127,8 @@ class Reconciler:
             return "the state stream was created anew"
         if state.last_seq < position:
             return f"the state stream went back from {position} to {state.last_seq}"
+        if self._feed.went_back:
+            return "the state stream gives out sequences again that it gave out before"
         if armed > state.subjects:
             return f"{armed} are armed, and the state has {state.subjects} keys"
         return None
@@ -127,6 +143,7 @@ class Reconciler:
             self._log.warning(events.WORK_FAILED, step="scan", error=str(error))
             return
         if evidence is not None:
+            self._owed = None
             self._after_start()
         self._log.info(events.SCAN_FINISHED, repairs=repairs, armed=len(self._driver))
 

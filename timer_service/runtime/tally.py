@@ -10,9 +10,14 @@ class Tally:
         self.position = 0
         self._own: set[int] = set()
         self._unclaimed: set[int] = set()
+        self._newest_own = 0
+        self.went_back = False
+        """The stream has given out a sequence again: acks come in its order, so it is not the one that we knew."""
 
     def wrote(self, seq: int) -> None:
         """An ack says that ``seq`` is our own."""
+        self.went_back = self.went_back or seq <= self._newest_own
+        self._newest_own = seq
         self._unclaimed.discard(seq)
         if seq > self.position + 1:
             self._own.add(seq)
