@@ -83,7 +83,7 @@ class Bench:
         await until(none, "every resume is acknowledged")
 
     def settings(self, **changes: Any) -> Settings:
-        given = {
+        given: dict[str, Any] = {
             "nats": self.url,
             "http": "127.0.0.1:0",
             "instance": "test",
