@@ -38,7 +38,7 @@ class Bench:
         self.nats = Client()
 
     async def connect(self) -> None:
-        self.nats = await nats.connect(self.url, max_reconnect_attempts=-1, reconnect_time_wait=0.1)  # type: ignore[arg-type]
+        self.nats = await nats.connect(self.url, max_reconnect_attempts=-1, reconnect_time_wait=0.1)
         await self.nats.subscribe("durable_timer.commands.>", cb=self._on_command)
         await self.nats.flush()
 
