@@ -256,8 +256,8 @@ class TimerClient:
         reply, future = self._expect()
         try:
             await self._store(kind, data, {topology.REPLY_HEADER: reply})
-            timeout_s = (timeout_ms or self._timeout_ms) / 1000
-            outcome = await asyncio.wait_for(future, timeout_s)
+            async with asyncio.timeout((timeout_ms or self._timeout_ms) / 1000):
+                outcome = await future
         except TimeoutError:
             raise OutcomeUnknown(chosen, str(body.get("timer_ref", ""))) from None
         finally:
