@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
@@ -42,10 +44,12 @@ class OneTimer(RuleBasedStateMachine):
         self.over: set[int] = set()
         """Generations that were cancelled, replaced or answered: they must never elapse again."""
 
-    @initialize(lineage=st.booleans())
-    def choose(self, lineage: bool) -> None:
+    @initialize(lineage=st.sampled_from([False, False, True]), started=st.sampled_from([True, True, False]))
+    def choose(self, lineage: bool, started: bool) -> None:
         self.lineage = lineage
         self.ref = derive_timer_ref(LineageKey(**LINEAGE)) if lineage else REF
+        if started:
+            self.start(0, due={"delay_ms": 500}, max_retries=3)
 
     # -- what can happen --
 
@@ -56,7 +60,7 @@ class OneTimer(RuleBasedStateMachine):
     @rule(
         due=DUES,
         age=AGES,
-        if_exists=st.sampled_from([None, "reject", "replace"]),
+        if_exists=st.sampled_from([None, "replace", "replace", "reject"]),
         max_retries=st.sampled_from([0, 1, 3, None]),
         payload=st.integers(0, 1),
     )
@@ -79,6 +83,18 @@ class OneTimer(RuleBasedStateMachine):
         fence = max(1, fence + (self.timer.fence if self.timer else 1))
         given = self.by_ref(kind, 0, generation=self.generation(generation), fence=fence, **fields)
         self.take(given, Resumed(self.now_ms, 2) if resumed else None)
+
+    @precondition(lambda self: self.timer is not None and self.timer.phase is Phase.ELAPSED)
+    @rule(kind=st.sampled_from(["complete", "fail", "retry", "retry", "retry"]), due=st.none() | DUES)
+    def answer_the_resume(self, kind: Kind, due: dict[str, int] | None) -> None:
+        self.answer(kind, 0, 0, due, resumed=True)
+
+    @precondition(lambda self: self.timer is not None and self.timer.phase is Phase.WAITING)
+    @rule(early_ms=st.sampled_from([0, 0, 1]))
+    def wake_when_due(self, early_ms: int) -> None:
+        assert self.timer is not None
+        self.now_ms = max(self.now_ms, self.timer.due_at_ms - early_ms)
+        self.wake(0)
 
     @rule(offset=OFFSETS)
     def wake(self, offset: int) -> None:
@@ -104,8 +120,7 @@ class OneTimer(RuleBasedStateMachine):
     @precondition(lambda self: self.accepted)
     @rule(data=st.data())
     def repeat_an_accepted_command(self, data: st.DataObject) -> None:
-        given, code = data.draw(st.sampled_from(self.accepted[-KEPT:]))
-        assert decide(self.timer, given) == Settled(Status.DUPLICATE, code)
+        self.repeat(data.draw(st.sampled_from(self.accepted[-KEPT:])))
 
     @precondition(lambda self: self.accepted)
     @rule(data=st.data(), fence=st.integers(100, 200))
@@ -119,9 +134,7 @@ class OneTimer(RuleBasedStateMachine):
     @precondition(lambda self: len(self.accepted) > KEPT)
     @rule(data=st.data())
     def repeat_a_forgotten_command(self, data: st.DataObject) -> None:
-        given, _ = data.draw(st.sampled_from(self.accepted[:-KEPT]))
-        decision = decide(self.timer, given)
-        assert not isinstance(decision, Write), "a command that was accepted long ago is carried out again"
+        self.repeat_forgotten(data.draw(st.sampled_from(self.accepted[:-KEPT])))
 
     @precondition(lambda self: self.timer is not None and self.timer.phase.ended)
     @rule(seq=st.integers(1, 1_000))
@@ -142,6 +155,14 @@ class OneTimer(RuleBasedStateMachine):
 
     def generation(self, offset: int) -> int:
         return max(0, offset + (self.timer.generation if self.timer else 0))
+
+    def repeat(self, known: tuple[AnyCommand, str | None]) -> None:
+        given, code = known
+        assert decide(self.timer, given) == Settled(Status.DUPLICATE, code)
+
+    def repeat_forgotten(self, known: tuple[AnyCommand, str | None]) -> None:
+        decision = decide(self.timer, known[0])
+        assert not isinstance(decision, Write), "a command that was accepted long ago is carried out again"
 
     def take(self, given: AnyCommand, resumed: Resumed | None = None) -> None:
         before, image = self.timer, repr(self.timer)
@@ -209,3 +230,44 @@ class OneTimer(RuleBasedStateMachine):
 
 OneTimer.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 test_one_timer = OneTimer.TestCase
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_long_lives(seed: int):
+    """The same with many steps each, most of which do something: elapsed, answered, retried, begun again."""
+    numbers = random.Random(seed)
+    for _ in range(4):
+        one = OneTimer()
+        one.choose(lineage=numbers.random() < 0.2, started=True)
+        for _ in range(150):
+            something_happens(one, numbers)
+            one.the_memory_is_whole_and_bounded()
+            one.retries_stay_within_their_limit()
+            one.an_end_says_so()
+
+
+def something_happens(one: OneTimer, numbers: random.Random) -> None:
+    phase = one.timer.phase if one.timer else None
+    due = numbers.choice([None, {"delay_ms": 700}, {"at_ms": 1_000_000}])
+    match numbers.randrange(8):
+        case 0:
+            if_exists = numbers.choice([None, "reject", "replace"])
+            max_retries = numbers.choice([0, 2, 3, None])
+            age = numbers.choice([0, 0, 5_000])
+            one.start(age, due=due or {"delay_ms": 5}, if_exists=if_exists, max_retries=max_retries)
+        case 1:
+            one.cancel(numbers.choice([0, 5_000]), numbers.random() < 0.5, numbers.choice([0, 0, -1]))
+        case 2:
+            one.answer(numbers.choice(["complete", "retry", "fail"]), numbers.choice([0, -1]), 0, due, False)
+        case 3:
+            one.repeat(numbers.choice(one.accepted[-KEPT:]))
+        case 4 if len(one.accepted) > KEPT:
+            one.repeat_forgotten(numbers.choice(one.accepted[:-KEPT]))
+        case _ if phase is Phase.WAITING:
+            one.time_passes(1)
+            one.wake_when_due(numbers.choice([0, 1]))
+        case _ if phase is Phase.ELAPSED:
+            one.time_passes(1)
+            one.answer_the_resume(numbers.choice(["retry", "retry", "retry", "retry", "complete", "fail"]), due)
+        case _:
+            one.time_passes(1_000)
