@@ -22,7 +22,10 @@ class Recent:
         return self._stored.get(timer_ref)
 
     def keep(self, timer_ref: TimerRef, stored: Stored) -> None:
+        """Remember a state. That there is none is not remembered: a start would forget the archive over it."""
         self._stored.pop(timer_ref, None)
+        if stored.timer is None:
+            return
         self._stored[timer_ref] = stored
         if len(self._stored) > self._capacity:
             del self._stored[next(iter(self._stored))]
