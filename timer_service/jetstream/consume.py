@@ -124,6 +124,7 @@ class PullLoop:
         self._connection.on_returned(self.ask_anew)
         self._pulling = True
         self._heard = asyncio.get_running_loop().time()
+        self.healthy = True  # until it has been silent for too long: the first heartbeat takes a second
         self._watchdog = asyncio.create_task(self._watch(), name=f"pull.{self._subject}")
         await self._ask()
 
