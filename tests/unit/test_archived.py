@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from tests.support.commands import REF
 from timer_service.clock import ManualClock
@@ -10,6 +12,10 @@ from timer_service.domain.identity import NameKey, TimerRef, derive_timer_ref
 from timer_service.runtime.archived import Archived
 
 HOUR_MS = 3_600_000
+
+
+ALL = Archived()
+ALL.complete = True
 
 
 def refs(number: int) -> list[TimerRef]:
@@ -40,6 +46,23 @@ def test_what_was_added_is_known_and_little_else(archived: Archived) -> None:
         archived.add(ref)
     assert all(archived.may_have(ref) for ref in refs(1))
     assert sum(archived.may_have(ref) for ref in refs(2)) <= 2
+
+
+def test_the_ends_of_the_alphabet(archived: Archived) -> None:
+    """The smallest and the largest ref, and refs that differ in the last place only, are kept apart."""
+    archived.add(TimerRef("7" * 26))
+    assert archived.may_have(TimerRef("7" * 26))
+    assert not archived.may_have(TimerRef("a" * 26))
+    assert not archived.may_have(TimerRef("7" * 25 + "6"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("abcdefghijklmnopqrstuvwxyz234567", min_size=26, max_size=26).map(TimerRef))
+def test_no_ref_is_ever_denied(ref: TimerRef) -> None:
+    """Any ref, whatever was added before it; adding it again does nothing."""
+    ALL.add(ref)
+    ALL.add(ref)
+    assert ALL.may_have(ref)
 
 
 def test_a_no_does_not_outlive_half_a_marker(archived: Archived, clock: ManualClock) -> None:

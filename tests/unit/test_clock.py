@@ -1,0 +1,150 @@
+"""Clocks never go back, whatever the wall clock does."""
+
+from __future__ import annotations
+
+import time
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from timer_service.clock import MAX_OFFSET_MS, ManualClock, OffsetClock, SystemClock
+
+
+class Time:
+    """The two clocks of a machine, set by hand: wall time can be stepped, monotonic time can't."""
+
+    def __init__(self) -> None:
+        self.wall = 1_700_000_000.0
+        self.monotonic = 50.0
+
+    def passes(self, seconds: float) -> None:
+        self.wall += seconds
+        self.monotonic += seconds
+
+    def steps(self, seconds: float) -> None:
+        self.wall += seconds
+
+    def clock(self) -> SystemClock:
+        return SystemClock(lambda: self.wall, lambda: self.monotonic)
+
+
+def test_it_shows_the_wall_clock():
+    """In epoch milliseconds."""
+    real = SystemClock()
+    before = int(time.time() * 1000)
+    assert before - 1 <= real.now_ms() <= int(time.time() * 1000) + 1
+    assert Time().clock().now_ms() == 1_700_000_000_000
+
+
+def test_it_runs_on_over_a_step_back():
+    """At its own pace, as if the step had not been; nothing stands still."""
+    machine = Time()
+    clock = machine.clock()
+    machine.passes(10)
+    assert clock.now_ms() == 1_700_000_010_000
+    machine.steps(-3_600)
+    assert clock.now_ms() == 1_700_000_010_000
+    machine.passes(10)
+    assert clock.now_ms() == 1_700_000_020_000
+
+
+def test_it_follows_a_step_forward():
+    """At once: what is due by the wall clock is due."""
+    machine = Time()
+    clock = machine.clock()
+    machine.steps(3_600)
+    assert clock.now_ms() == 1_700_003_600_000
+    machine.passes(1)
+    assert clock.now_ms() == 1_700_003_601_000
+
+
+def test_a_suspended_machine_is_a_step_forward():
+    """While suspended the monotonic clock may stand; the deadlines of that time are due on waking."""
+    machine = Time()
+    clock = machine.clock()
+    machine.wall += 7_200
+    assert clock.now_ms() == 1_700_007_200_000
+
+
+def test_the_wall_clock_may_catch_up_after_a_step_back():
+    """Once it is ahead again it is followed again."""
+    machine = Time()
+    clock = machine.clock()
+    machine.steps(-5)
+    machine.passes(1)
+    assert clock.now_ms() == 1_700_000_001_000
+    machine.steps(6)
+    assert clock.now_ms() == int(machine.wall * 1000) == 1_700_000_002_000
+
+
+MOVES = st.lists(st.tuples(st.sampled_from(["passes", "steps"]), st.floats(-1e6, 1e6, allow_nan=False)), max_size=40)
+
+
+@settings(max_examples=200, deadline=None)
+@given(MOVES)
+def test_it_never_goes_back_and_never_lags(moves: list[tuple[str, float]]):
+    """Under any steps of the wall clock: not before an earlier reading, not behind the wall or the time passed."""
+    machine = Time()
+    clock = machine.clock()
+    last = clock.now_ms()
+    for what, seconds in moves:
+        passed = abs(seconds) if what == "passes" else 0.0
+        getattr(machine, what)(abs(seconds) if what == "passes" else seconds)
+        now = clock.now_ms()
+        assert now >= last
+        assert now >= int(machine.wall * 1000)
+        assert now - last >= int(passed * 1000) - 1
+        last = now
+
+
+# ── the test clock ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_offset_is_added():
+    """Shifts add up, and each returns the total."""
+    clock = OffsetClock(ManualClock(1_000))
+    assert clock.now_ms() == 1_000
+    assert clock.shift(500) == 500
+    assert clock.shift(0) == 500
+    assert clock.shift(1) == 501
+    assert (clock.now_ms(), clock.offset_ms) == (1_501, 501)
+
+
+@pytest.mark.parametrize("by_ms", [-1, MAX_OFFSET_MS + 1])
+def test_absurd_shifts_change_nothing(by_ms: int):
+    """Time never goes back, and never further than to the year 2200; listeners hear nothing of it."""
+    clock = OffsetClock(ManualClock(1_000))
+    heard: list[int] = []
+    clock.on_shift(lambda: heard.append(clock.now_ms()))
+    with pytest.raises(ValueError, match=r"never goes back|must not exceed"):
+        clock.shift(by_ms)
+    clock.shift(MAX_OFFSET_MS)
+    with pytest.raises(ValueError, match="must not exceed"):
+        clock.shift(1)
+    assert heard == [1_000 + MAX_OFFSET_MS]
+    assert clock.offset_ms == MAX_OFFSET_MS
+
+
+def test_listeners_hear_of_each_shift_after_it():
+    """All of them, with the new time on the clock."""
+    clock = OffsetClock(ManualClock(0))
+    heard: list[tuple[str, int]] = []
+    clock.on_shift(lambda: heard.append(("one", clock.now_ms())))
+    clock.on_shift(lambda: heard.append(("two", clock.now_ms())))
+    clock.shift(5)
+    assert heard == [("one", 5), ("two", 5)]
+
+
+def test_the_manual_clock():
+    """Stands until it is told otherwise, tells its listeners, and refuses to go back."""
+    clock = ManualClock(10)
+    heard: list[int] = []
+    clock.on_shift(lambda: heard.append(clock.now_ms()))
+    assert clock.now_ms() == 10
+    clock.advance(5)
+    clock.advance(0)
+    with pytest.raises(ValueError, match="never goes back"):
+        clock.advance(-1)
+    assert clock.now_ms() == 15
+    assert heard == [15, 15]
