@@ -22,6 +22,9 @@ PHASE_STYLES = {
     "cancelled": "magenta",
 }
 _PAYLOAD_CHARS = 300
+_COMMANDS = 4
+LATE_MS = 100
+"""From here on a story says why."""
 _STEPS = (("d", 86_400_000), ("h", 3_600_000), ("m", 60_000))
 
 
@@ -123,6 +126,11 @@ def _facts(record: Mapping[str, Any], now_ms: int) -> list[tuple[str, Text]]:
     allowed = "no limit" if limit is None else f"at most {limit}"
     facts.append(("occurrence", Text(f"generation {record['generation']}, fence {record['fence']}")))
     facts.append(("retries", Text(f"{record['retries_used']} used, {allowed}")))
+    late = _why_late(record["timeline"])
+    if late:
+        facts.append(("why late", Text(late)))
+    if record.get("receipts"):
+        facts.append(("commands", Text(_commands(record["receipts"]))))
     if "payload" in record:
         text = clean(exact_json(record["payload"]).decode())
         shown = text if len(text) <= _PAYLOAD_CHARS else f"{text[:_PAYLOAD_CHARS]}… ({len(text)} characters)"
@@ -153,6 +161,29 @@ def _waits_for(record: Mapping[str, Any], now_ms: int) -> str:
     return f"an answer{asked}: durable-timer complete|retry|fail {answer}"
 
 
+def _why_late(timeline: list[Mapping[str, Any]]) -> str:
+    """Where the time went between due and fired, of the last occurrence that was late; empty when none was."""
+    fired = [entry for entry in timeline if (entry["lateness_ms"] or 0) >= LATE_MS]
+    if not fired or fired[-1]["woken_at_ms"] is None:
+        return ""
+    entry = fired[-1]
+    possible_ms = max(entry["due_at_ms"], entry["accepted_at_ms"] or 0)
+    parts = [
+        (possible_ms - entry["due_at_ms"], "it was due before it was started"),
+        (entry["woken_at_ms"] - possible_ms, "nobody woke it: service or broker away, or busy"),
+        (entry["elapsed_at_ms"] - entry["woken_at_ms"], "from its wake until that was stored"),
+    ]
+    told = [f"{duration(ms)} {why}" for ms, why in parts if ms >= LATE_MS // 2]
+    return f"generation {entry['generation']}: " + ",\n".join(told)
+
+
+def _commands(receipts: list[Any]) -> str:
+    """The ids of the last commands that were accepted, newest last."""
+    shown = [clean(str(receipt[0])) for receipt in receipts[-_COMMANDS:]]
+    before = len(receipts) - len(shown)
+    return (f"… {before} before, " if before else "") + ", ".join(shown)
+
+
 def _timeline(timeline: list[Mapping[str, Any]], now_ms: int) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for column in ("gen", "accepted", "due", "fired", "late", "sent", "answer", "answered"):
@@ -165,7 +196,7 @@ def _timeline(timeline: list[Mapping[str, Any]], now_ms: int) -> Table:
             _brief(entry["due_at_ms"], now_ms),
             _brief(entry["elapsed_at_ms"], now_ms),
             "–" if lateness is None else duration(lateness),
-            str(entry["resumes"]),
+            str(entry["resumes"] or "–"),  # known with the next write only
             entry["answer"] or "–",
             _brief(entry["answered_at_ms"], now_ms),
         )

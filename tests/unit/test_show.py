@@ -73,6 +73,23 @@ def test_the_story_says_what_a_timer_waits_for() -> None:
     assert "waits for" not in story(phase="completed", status="completed", ended_at_ms=NOW)
 
 
+def test_the_story_says_why_it_was_late() -> None:
+    """Started too late, woken too late, stored too late: each with its share; nothing when it was on time."""
+    assert "why late" not in story()
+    late = {**ENTRY, "woken_at_ms": NOW - 1_000, "elapsed_at_ms": NOW, "lateness_ms": 2_000}
+    assert "generation 0: 1.0 s nobody woke it" in story(timeline=[late])
+    assert "1.0 s from its wake until that was stored" in story(timeline=[late])
+    past = {**late, "due_at_ms": NOW - 65_000, "lateness_ms": 65_000}
+    assert "1 m it was due before it was started" in story(timeline=[past, {**ENTRY, "generation": 1}])
+    assert "why late" not in story(timeline=[{**late, "woken_at_ms": None}])
+
+
+def test_the_story_names_the_last_commands() -> None:
+    """Who answered: the ids of the last commands, newest last, safe for a terminal."""
+    receipts = [[f"c{n}", "hash", None] for n in range(6)] + [["\x1b[2J", "hash", None]]
+    assert "… 3 before, c3, c4, c5, \ufffd[2J" in story(receipts=receipts)
+
+
 def test_long_payloads_are_cut() -> None:
     """A payload takes a few lines, and says how long it is."""
     assert "(10002 characters)" in story(payload="x" * 10_000)

@@ -16,7 +16,7 @@ import typer
 
 from timer_service.client import timer_ref_of
 from timer_service.clock import SystemClock
-from timer_service.domain.identity import TimerRef
+from timer_service.domain.identity import TimerRef, is_timer_ref
 from timer_service.wire.canonical import strict_loads
 from timer_service.wire.commands import BadCommand
 from timer_service.wire.instants import parse_instant_ms
@@ -105,6 +105,8 @@ def named_ref(ref: str | None, name: str | None, namespace: str | None) -> Timer
         raise typer.BadParameter("give either TIMER_REF or --name")
     if ref is not None and namespace is not None:
         raise typer.BadParameter("--namespace goes with --name")
+    if ref is not None and not is_timer_ref(ref):
+        raise typer.BadParameter(f"{ref!r} is not a timer_ref (26 characters); a timer is named with --name")
     return derived_ref(ref if ref is not None else name_key(name, namespace))
 
 

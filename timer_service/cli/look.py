@@ -210,7 +210,9 @@ def _progress(wanted: Filter) -> Iterator[Callable[[int, int], None]]:
         yield lambda _done, _total: None
         return
     columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    shown = Console(stderr=True)
+    # Standard output is for the timers: rich would write what is printed there above its bar, on the terminal.
+    with Progress(*columns, console=shown, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("reading", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

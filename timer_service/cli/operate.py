@@ -54,12 +54,15 @@ def _serve(settings: Settings) -> None:
         refuse(str(error))
 
 
-def _provision(settings: Settings) -> None:
+def _provision(settings: Settings, as_json: Json = False) -> None:
     """Create the streams, buckets and consumers that are missing, and widen limits that are too small.
 
     Never deletes or empties anything. Repeating it does nothing.
     """
     done = run(_provisioned(settings))
+    if as_json:
+        _print_json({"done": done})
+        return
     for line in done or ["nothing to do"]:
         typer.echo(line)
 
