@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,16 +69,19 @@ CONTENDERS = {contender.name: contender for contender in (EVERYDAY, DURABLE_TIME
 
 
 @contextmanager
-def serving(contender: Contender, nats: str, *, profile: str = "") -> Iterator[int]:
+def serving(
+    contender: Contender, nats: str, *, profile: str = "", settings: Mapping[str, str] | None = None
+) -> Iterator[int]:
     """Provision, serve until the block ends, then stop with SIGTERM; gives the service's process id.
 
-    Raises ContenderError, with the end of its log, if the service does not get that far.
+    `settings` are environment variables beside the defaults. Raises ContenderError, with the end of its log, if
+    the service does not get that far.
     """
     with tempfile.TemporaryFile("w+") as log:
         _provision(contender, nats)
         address = f"127.0.0.1:{_free_port()}"
         command = contender.command(contender.serve, nats=nats, http=address, profile=profile)
-        process = subprocess.Popen(command, cwd=ROOT, env=_environment(), stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=ROOT, env=_environment() | dict(settings or {}), stdout=log, stderr=log)
         try:
             if not _await_ready(process, address):
                 raise ContenderError(f"{contender.name} is not ready: {_tail(log.fileno())}")
