@@ -6,6 +6,8 @@ import asyncio
 import base64
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from timer_service.domain.identity import TimerRef
 from timer_service.domain.model import JsonText, Timer, Wake
 from timer_service.errors import BrokerError, NotFound, UnreadableState
@@ -262,4 +264,10 @@ class JetStreamPublicity:
             return  # best effort: the publisher can repeat its command and is told then
 
     async def reject(self, rejection: Rejection) -> None:
-        await self._publisher.publish(topology.rejected_subject(rejection.kind), encode(rejection))
+        """What the broker does not take whole is cut further: as JSON a text can be six times as long as it was."""
+        data = encode(rejection)
+        while len(data) > self._connection.max_payload and rejection.body:
+            shorter = rejection.body[: len(rejection.body) // 2]
+            rejection = replace(rejection, body=shorter, body_truncated=True)
+            data = encode(rejection)
+        await self._publisher.publish(topology.rejected_subject(rejection.kind), data)

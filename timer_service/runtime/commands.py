@@ -42,7 +42,7 @@ _MAX_BACKOFF_S = 2.0
 _AFTER_MISTAKE_MS = 10_000
 _ENVELOPE_MARGIN = 512
 _GROWTH = 16 * 512 + 2_048
-"""What receipts, timeline and a message can add to a state over its life, in bytes."""
+"""What receipts and timeline can add to a state over its life, in bytes; a text that does not fit is refused."""
 _LARGEST_KEY = 8_192
 _STATE_OVERHEAD = 1_024
 _HELD_S = 2 * HOLD_MS / 1000
@@ -224,6 +224,10 @@ class CommandService:
             if prepared is None:
                 return
             timer = prepared
+        elif timer.message and (size := len(encode(timer)) + _ENVELOPE_MARGIN) > self._max_payload():
+            message = f"with this text its record would have {size} bytes; the broker takes {self._max_payload()}"
+            await self._settling.refuse(work, stored.timer, Refused(Code.TOO_LARGE, message))
+            return
         revision = await self._store.put(timer, stored.revision)
         timer_ref = timer.timer_ref
         self._recent.keep(timer_ref, Stored(timer, revision))
