@@ -11,11 +11,12 @@ import pytest
 
 from tests.support.broker import Broker
 from tests.support.guarded import GuardedBroker
-from timer_service.errors import BrokerError
+from timer_service.errors import BrokerError, Forbidden
 from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.permissions import missing_permissions
 from timer_service.jetstream.provision import Finding, Provisioner, check_consumer, check_stream
+from timer_service.jetstream.publish import Publisher
 from timer_service.jetstream.topology import CONSUMERS, NS, ConsumerSpec, Sizes, StreamSpec
 
 SIZES = Sizes()
@@ -308,6 +309,27 @@ async def test_a_missing_permission_is_named_at_once_and_its_return_noticed(
         await limited.close()
     for name in STREAMS:
         assert (await connection.api(f"STREAM.INFO.{name}"))["state"]["last_seq"] == 0
+
+
+async def test_who_may_not_publish_is_told_at_once(
+    empty: GuardedBroker, connection: Connection, provisioner: Provisioner
+) -> None:
+    """A write that is refused fails as forbidden, long before its time-out; one beside it is stored."""
+    await provisioner.provision()
+    limited = Connection(empty.service_url, name="limited", timeout_ms=20_000)
+    await limited.open()
+    publisher = Publisher(limited)
+    await publisher.start()
+    try:
+        empty.allow(deny=["$KV.>"])
+        async with asyncio.timeout(3):
+            with pytest.raises(Forbidden, match=r"publish on \$KV\.DURABLE_TIMER_STATE\.>"):
+                await publisher.publish(topology.state_subject("x"), b"{}")
+            assert (await publisher.publish(topology.terminal_subject("x"), b"{}")).seq == 1
+    finally:
+        empty.allow()
+        await publisher.stop()
+        await limited.close()
 
 
 async def test_a_subscription_that_was_refused_is_heard_again(
