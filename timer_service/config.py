@@ -55,7 +55,7 @@ class Settings(BaseSettings):
 
     nats: Annotated[
         str,
-        Field(min_length=1, validation_alias="DURABLE_TIMER_NATS_URL", description="URL of the NATS server or cluster"),
+        Field(min_length=1, validation_alias="DURABLE_TIMER_NATS_URL", description="URLs of NATS servers, with commas"),
     ] = DEFAULT_NATS_URL
     creds: Annotated[
         Annotated[str, AfterValidator(_file)] | None,

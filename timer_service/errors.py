@@ -50,7 +50,11 @@ class WrongRevision(BrokerError):
 
 
 class StorageFull(BrokerError):
-    """The broker refused for want of room; nothing was stored."""
+    """The broker refused for want of room; nothing was stored. ``whose`` is set when it isn't the stream's own."""
+
+    def __init__(self, message: str, whose: str | None = None) -> None:
+        super().__init__(message)
+        self.whose = whose
 
 
 class Forbidden(BrokerError):

@@ -29,7 +29,16 @@ PENDING_BYTES = 256 * 2**20
 _RECONNECT_WAIT_S = 0.1
 _CONNECT_TIMEOUT_S = 2
 _PING_INTERVAL_S = 5
-_STORAGE_CODES = frozenset({10023, 10028, 10047, 10076, 10077, 10122})
+_STORAGE_CODES: dict[int, str | None] = {
+    10077: None,  # the stream's max_bytes
+    10122: None,
+    10002: "account",
+    10028: "account",
+    10023: "nats-server",  # its max_file_store
+    10047: "nats-server",
+    10076: "nats-server",
+}
+"""The codes that mean "no room", and whose room that is when it isn't the stream's."""
 _NOT_FOUND_CODES = frozenset({10014, 10037, 10059})
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
 PUBLISH, SUBSCRIBE = "publish on", "subscribe to"
@@ -126,7 +135,7 @@ class Connection:
             options["user_credentials"] = self._creds
         client = _Client()
         await client.connect(
-            self.url,
+            self.url.split(","),  # several addresses of one cluster: where one is away the next is tried
             name=self.name,
             connect_timeout=_CONNECT_TIMEOUT_S,
             max_reconnect_attempts=-1,
@@ -302,7 +311,7 @@ def api_error(error: dict[str, Any], about: str) -> BrokerError:
     code, err_code = error.get("code", 0), error.get("err_code", 0)
     text = f"{about}: {error.get('description', 'refused')} ({err_code or code})"
     if err_code in _STORAGE_CODES:
-        return StorageFull(text)
+        return StorageFull(text, _STORAGE_CODES[err_code])
     if err_code in _NOT_FOUND_CODES or code == 404:
         return NotFound(text)
     if code in (401, 403):
