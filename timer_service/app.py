@@ -48,6 +48,10 @@ from timer_service.runtime.terminals import Terminals
 from timer_service.runtime.wakes import WakeService
 
 _RETRY_S = 1.0
+_PROBES = 50
+_UNANSWERED = (
+    "writes get no answer though the broker is there; its log says why. If its disk was full, make room and restart it"
+)
 _wall = SystemClock()
 
 
@@ -78,6 +82,7 @@ class App:
             snapshots=topology.SNAPSHOTS,
         )
         self._build_ring()
+        self._listen_for_room()
         self.monitor = Monitor(
             settings,
             self.connection,
@@ -165,6 +170,20 @@ class App:
         if isinstance(clock, OffsetClock):
             clock.on_shift(driver.wake)
 
+    def _listen_for_room(self) -> None:
+        """What waits for room is tried after each reading: all of it, or a few as long as something seems full."""
+        self.publisher.on_full = lambda subject, error: self.admission.refused(
+            error.whose or topology.stream_of(subject) or subject
+        )
+        self.admission.on_reading = self._on_room_read
+
+    def _on_room_read(self) -> None:
+        self.commands.room_read()
+        if self.admission.full is None:
+            self.driver.hurry()
+        else:
+            self.driver.hurry(_PROBES)
+
     def _follow_state(self, on_message: Any, on_caught_up: Callable[[], None], after_seq: int) -> Follower:
         return Follower(
             self.connection,
@@ -190,7 +209,8 @@ class App:
             (f"{topology.SCHEDULES} > {topology.WAKE_CONSUMER}", self.wake_loop),
         )
         text = "the consumer does not answer; it is asked again"
-        return [Reason("consumer_silent", resource, text) for resource, part in parts if not part.healthy]
+        silent = [Reason("consumer_silent", resource, text) for resource, part in parts if not part.healthy]
+        return silent + [Reason("writes_unanswered", stream, _UNANSWERED) for stream in self.publisher.silent]
 
     def _details(self) -> dict[str, Any]:
         return {
@@ -198,6 +218,7 @@ class App:
             "armed": len(self.driver),
             "problems": len(self.problems),
             "in_flight": len(self.lanes),
+            "held": self.commands.held,
         }
 
     def _on_work_error(self, timer_ref: TimerRef, error: BaseException) -> None:
@@ -233,6 +254,7 @@ class App:
         self.connection.on_returned(self.reconciler.look_soon)
         await self.connection.subscribe(topology.STATE_FILTER, self._on_foreign_write)
         await self._until_done(self.feed.start)
+        await self._until_done(self.monitor.read_fill)  # before the first start is taken
         _settle_garbage_collector()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.driver.run(), name="driver")

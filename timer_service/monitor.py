@@ -73,11 +73,16 @@ class Monitor:
                 if self._missing() or self._provision_error is not None:
                     await self._create_missing()
 
+    async def read_fill(self) -> None:
+        """Look once how full the streams are. Raises BrokerError."""
+        self._admission.begin()
+        self._admission.update(*await self._watch.fills())
+
     async def check_fill(self) -> None:
         """Watch how full the streams are, and the broker's clock, until cancelled."""
         while True:
             try:
-                self._admission.update(*await self._watch.fills())
+                await self.read_fill()
             except BrokerError as error:
                 self._log.debug(events.WORK_FAILED, step="fill", error=str(error))  # the policy check tells people
             if self._watch.skew_ms is not None:

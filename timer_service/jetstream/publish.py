@@ -21,10 +21,12 @@ from timer_service.errors import (
     Forbidden,
     NotFound,
     RequestRefused,
+    StorageFull,
     Unavailable,
     WrongRevision,
 )
 from timer_service.fibers import Pending
+from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection, Denial, Received, api_error
 
 _SWEEP_S = 0.25
@@ -75,6 +77,11 @@ class Publisher:
         self._prefix = ""
         self._now: Callable[[], float] = lambda: 0.0
         self._sweeper: asyncio.Task[None] | None = None
+        self.silent: dict[str, None] = {}
+        """Streams that did not answer a write in time, though the broker answered others: see ``_unanswered``."""
+        self._heard = 0.0
+        self.on_full: Callable[[str, StorageFull], None] | None = None
+        """Called with the subject of each message that ``publish`` could not store for want of room."""
 
     async def start(self) -> None:
         """Subscribe to the inbox. The connection must be open."""
@@ -84,6 +91,7 @@ class Publisher:
         await self._connection.subscribe(f"{inbox}.*", self._on_reply)
         self._connection.on_lost(self.fail_all)
         self._connection.on_denied(self._fail_denied)
+        self._connection.on_returned(self.silent.clear)
         self._sweeper = asyncio.create_task(self._sweep(), name="publisher.sweep")
 
     async def stop(self) -> None:
@@ -110,7 +118,20 @@ class Publisher:
         except (nats.errors.Error, OSError) as error:
             self._inflight.pop(token, None)
             raise Unavailable(f"{subject}: {error!r}") from error
-        return await pending
+        try:
+            return await pending
+        except StorageFull as error:
+            if self.on_full is not None:
+                self.on_full(subject, error)
+            raise
+        except Ambiguous:
+            self._unanswered(topology.stream_of(subject) or subject)
+            raise
+
+    def _unanswered(self, stream: str) -> None:
+        """A stream whose store could not write to the disk is silent until nats-server is started again."""
+        if self._connection.connected and self._now() - self._heard < self._timeout_s / 2:
+            self.silent[stream] = None
 
     async def send(self, subject: str, data: bytes, headers: dict[str, str] | None = None) -> Pending[Ack]:
         """As ``publish``, but returns as soon as the message is on its way; await the result for the ack."""
@@ -148,6 +169,7 @@ class Publisher:
         return pending
 
     async def _on_reply(self, message: Received) -> None:
+        self._heard = self._now()
         entry = self._inflight.pop(message.subject[len(self._prefix) :], None)
         if entry is None:
             return
@@ -157,6 +179,8 @@ class Publisher:
         except (BrokerError, msgspec.MsgspecError) as error:
             pending.fail(error if isinstance(error, BrokerError) else RequestRefused(f"unreadable reply: {error}"))
         else:
+            if self.silent and isinstance(value, Ack):
+                self.silent.pop(value.stream, None)
             pending.resolve(value)
 
     def fail_all(self) -> None:

@@ -22,11 +22,11 @@ from timer_service.domain.summary import summary_of
 from timer_service.errors import Ambiguous, BrokerError, StorageFull, UnreadableState, WrongRevision
 from timer_service.fibers import start_fiber
 from timer_service.ports import Archive, Snapshots, StateStore, Stored
-from timer_service.runtime.admission import HOLD_MS, Admission
+from timer_service.runtime.admission import Admission
 from timer_service.runtime.archived import Archived
 from timer_service.runtime.driver import Driver
 from timer_service.runtime.early import EarlyCancels
-from timer_service.runtime.held import Held
+from timer_service.runtime.held import HOLD_MS, Held
 from timer_service.runtime.lanes import Lanes
 from timer_service.runtime.problems import Problems
 from timer_service.runtime.recent import Recent
@@ -45,7 +45,9 @@ _GROWTH = 16 * 512 + 2_048
 """What receipts and timeline can add to a state over its life, in bytes; a text that does not fit is refused."""
 _LARGEST_KEY = 8_192
 _STATE_OVERHEAD = 1_024
-_HELD_S = 2 * HOLD_MS / 1000
+_BACK_AT_ONCE = 2_000
+_PROBES = 50
+"""So many of those held are asked back after a reading: with room, and while something seems full."""
 
 
 class CommandService:
@@ -86,7 +88,7 @@ class CommandService:
         self._max_payload = max_payload
         self._inline_max = inline_payload_max_bytes
         self._early = EarlyCancels(settling, self._enqueue)
-        self._held = Held(_HELD_S, lambda: asyncio.get_running_loop().time())
+        self._held = Held(lambda: asyncio.get_running_loop().time())
 
     # -- in ---------------------------------------------------------------------------------------------------
 
@@ -95,6 +97,7 @@ class CommandService:
         if not self._settling.take(delivery):
             start_fiber(delivery.nak(AGAIN_MS), self._on_stray_error)
             return
+        self._held.arrived(delivery.seq)
         try:
             command = self._read(delivery)
         except BadCommand as bad:
@@ -105,6 +108,20 @@ class CommandService:
     def entry_arrived(self, timer_ref: TimerRef) -> None:
         """The feed shows a state for ``timer_ref``: cancels that wait for its start are decided again."""
         self._early.arrived(timer_ref)
+
+    def room_read(self) -> None:
+        """There is a new reading of the room: ask back, oldest first, what may find some."""
+        most = _PROBES if self._admission.full else _BACK_AT_ONCE
+        back = self._held.take(most, starts=False)
+        if self._admission.open:
+            back += self._held.take(_BACK_AT_ONCE, starts=True)
+        for delivery in back:
+            start_fiber(delivery.nak(), self._on_stray_error)
+
+    @property
+    def held(self) -> int:
+        """About how many timers have a command that waits for room."""
+        return len(self._held)
 
     async def stop(self) -> None:
         """Hand back the cancels that still wait."""
@@ -139,6 +156,7 @@ class CommandService:
                 if await self._decide_and_write(work, fresh=attempt > 0):
                     return
             except StorageFull as error:
+                await self._drop_snapshot(work)
                 await self._hold(work, str(error))
                 return
             except UnreadableState as error:
@@ -168,11 +186,10 @@ class CommandService:
             return False
         if isinstance(decision, Settled):
             await self._settled(work, timer, decision)
+        elif decision.code is Code.UNKNOWN_TIMER and isinstance(command, Cancel) and command.timer_ref in self._held:
+            await self._early.wait(work, HOLD_MS)  # its start is queued for want of room
         elif decision.code is Code.UNKNOWN_TIMER and isinstance(command, Cancel) and not work.waited:
-            if command.timer_ref in self._held:
-                await self._settling.release(work, HOLD_MS)  # its start is queued for want of room: so is this
-            else:
-                await self._early.wait(work, command.wait_ms)
+            await self._early.wait(work, command.wait_ms)
         else:
             await self._settling.refuse(work, timer, decision)
         return True
@@ -233,6 +250,7 @@ class CommandService:
         self._recent.keep(timer_ref, Stored(timer, revision))
         self._problems.solved(timer_ref)  # a payload that was gone does not matter any more
         self._driver.observe(timer_ref, revision, summary_of(timer))
+        self._held.settled(timer_ref, work.delivery.seq)
         await self._settling.accept(work, timer, Status.ACCEPTED, write.code)
         self._early.arrived(timer_ref)
         if timer.phase.ended:
@@ -245,6 +263,9 @@ class CommandService:
         if (size := self._envelope_bytes(timer, start)) > self._max_payload():
             message = f"its messages would have up to {size} bytes; the broker takes {self._max_payload()}"
             await self._settling.refuse(work, stored.timer, Refused(Code.TOO_LARGE, message))
+            return None
+        if self._held.older(timer.timer_ref, work.delivery.seq):
+            await self._hold(work, "an earlier start of this timer waits for room")
             return None
         if not self._admission.admit(*self._room(start)):
             await self._hold(work, self._admission.reason)
@@ -262,6 +283,12 @@ class CommandService:
             work.snapshot = (timer.generation, seq)
         return work.snapshot[1]
 
+    async def _drop_snapshot(self, work: Work) -> None:
+        """A start without room for its state leaves nothing behind; it stores its payload anew when it returns."""
+        if work.snapshot is not None and not work.unsure:
+            await self._terminals.delete_snapshot(work.snapshot[1])
+            work.snapshot = None
+
     def _envelope_bytes(self, timer: Timer, start: Start) -> int:
         """The largest message that this timer can lead to; 0 where it is small beyond doubt."""
         size = _bytes(start)
@@ -273,14 +300,14 @@ class CommandService:
 
     async def _hold(self, work: Work, reason: str) -> None:
         """No room: a start stays queued without an outcome; it is refused when the queue itself is short of room."""
-        if isinstance(work.command, Start):
-            if self._admission.commands_short:
-                message = f"{reason}; the command stream is more than half full"
-                await self._settling.refuse(work, None, Refused(Code.STORAGE_FULL, message))
-                return
-            self._held.note(work.command.timer_ref)
-        self._log.info(events.COMMAND_HELD, kind=work.kind, timer_ref=work.command.timer_ref, reason=reason)
-        await self._settling.release(work, HOLD_MS)
+        start = isinstance(work.command, Start)
+        if start and self._admission.commands_short:
+            message = f"{reason}; the command stream is more than half full"
+            self._held.settled(work.command.timer_ref, work.delivery.seq)
+            await self._settling.refuse(work, None, Refused(Code.STORAGE_FULL, message))
+            return
+        self._log.debug(events.COMMAND_HELD, kind=work.kind, timer_ref=work.command.timer_ref, reason=reason)
+        await self._settling.release(work, self._held.note(work.command.timer_ref, work.delivery, start=start))
 
     def _room(self, start: Start) -> tuple[int, int]:
         """About how many bytes a start takes in the state, and among the snapshots."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from timer_service import events
@@ -18,7 +19,7 @@ from timer_service.domain.heap import Entry, IndexedHeap
 from timer_service.domain.identity import TimerRef
 from timer_service.domain.model import Phase, Resumed
 from timer_service.domain.summary import Summary
-from timer_service.errors import BrokerError
+from timer_service.errors import BrokerError, StorageFull
 from timer_service.fibers import start_fiber
 from timer_service.metrics import Metrics
 from timer_service.ports import Wakes
@@ -30,6 +31,7 @@ AFTER_FAILURE_MS = 1_000
 MAX_AGAIN_MS = 60_000
 MAX_SLEEP_S = 30.0
 _FIRED_A_TURN = 128
+_HURRIED = 2_000
 
 
 def again_after_ms(tries: int) -> int:
@@ -94,6 +96,8 @@ class Driver:
         self._seq = 0
         self._unanswered = 0
         self._asked: deque[tuple[int, Armed]] = deque()
+        self._short_of_room: dict[TimerRef, None] = {}
+        self._paused_until_ms = 0
         self._changed = asyncio.Event()
         self._next_at: int | None = None
         self.look_after: Callable[[Armed], None] = lambda _: None
@@ -164,6 +168,22 @@ class Driver:
             self._heap.update(armed, at_ms, armed.seq)
             self._changed.set()
 
+    def wait_for_room(self, timer_ref: TimerRef) -> None:
+        """A step of this timer was refused for want of room: come back less and less often, or when ``hurry`` says."""
+        armed = self._armed.get(timer_ref)
+        if armed is not None:
+            self._short_of_room[timer_ref] = None
+            self.look_again(armed, self._clock.now_ms() + again_after_ms(armed.tries))
+
+    def hurry(self, most: int = _HURRIED) -> None:
+        """There may be room again: come back now to up to ``most`` of those that wait for some, longest first."""
+        now_ms = self._clock.now_ms()
+        for timer_ref in list(islice(self._short_of_room, most)):
+            del self._short_of_room[timer_ref]
+            armed = self._armed.get(timer_ref)
+            if armed is not None and armed.at > now_ms and not _has_gone_on(armed, now_ms):
+                self.look_again(armed, now_ms)
+
     def _first_look(self, summary: Summary) -> int:
         if summary.phase is Phase.WAITING:
             return summary.at_ms
@@ -214,6 +234,7 @@ class Driver:
         if head is None or not self.holds_lease:
             return MAX_SLEEP_S
         at_ms = head.at
+        at_ms = max(at_ms, self._paused_until_ms)
         if self._unanswered >= MAX_UNANSWERED and self._asked:
             at_ms = max(at_ms, self._asked[0][0] + AGAIN_MS)
         return min((at_ms - self._clock.now_ms()) / 1000, MAX_SLEEP_S)
@@ -222,6 +243,8 @@ class Driver:
         """Fire up to a turn's worth of what is due; each is armed again before it is fired."""
         now_ms = self._clock.now_ms()
         self._give_back(now_ms)
+        if now_ms < self._paused_until_ms:
+            return 0
         for fired in range(_FIRED_A_TURN):
             head = self._heap.peek()
             if head is None or head.at > now_ms:
@@ -255,6 +278,8 @@ class Driver:
             await self._wakes.publish(armed.key, armed.generation, now_ms, armed.revision)
         except BrokerError as error:
             self._log.warning(events.WAKE_FAILED, timer_ref=armed.key, error=str(error))
+            if isinstance(error, StorageFull):  # so it would be with all others
+                self._paused_until_ms = self._clock.now_ms() + AFTER_FAILURE_MS
             if armed.phase is Phase.WAITING:
                 self._answered(armed)
                 self.look_again(armed, self._clock.now_ms() + AFTER_FAILURE_MS)
@@ -262,3 +287,10 @@ class Driver:
     def _on_wake_error(self, error: BaseException | None) -> None:
         if error is not None:
             self._log.error(events.WORK_FAILED, exc_info=error)
+
+
+def _has_gone_on(armed: Armed, now_ms: int) -> bool:
+    """Whether what was refused has been done since: it waits for another time, or its resume is out."""
+    if armed.phase is Phase.WAITING:
+        return armed.since_ms > now_ms
+    return armed.phase is Phase.ELAPSED and armed.resumed is not None

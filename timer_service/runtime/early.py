@@ -23,7 +23,7 @@ class EarlyCancels:
     def __init__(self, settling: Settling, again: Callable[[Work], None]) -> None:
         self._settling = settling
         self._again = again
-        self._arrivals: dict[TimerRef, list[asyncio.Future[None]]] = {}
+        self._arrivals: dict[TimerRef, list[tuple[asyncio.Future[None], Work]]] = {}
         self._waiters: set[asyncio.Task[None]] = set()
         self._put_off: set[int] = set()
 
@@ -37,7 +37,10 @@ class EarlyCancels:
         elif len(self._waiters) < MAX_WAITING:
             work.waited = True
             await work.delivery.park()
-            task = asyncio.get_running_loop().create_task(self._wait(work, wait_ms))
+            loop = asyncio.get_running_loop()
+            arrived = loop.create_future()
+            self._arrivals.setdefault(work.command.timer_ref, []).append((arrived, work))
+            task = loop.create_task(self._wait(work, arrived, wait_ms))
             self._waiters.add(task)
             task.add_done_callback(self._waiters.discard)
         else:
@@ -47,11 +50,12 @@ class EarlyCancels:
             await self._settling.release(work, wait_ms)
 
     def arrived(self, timer_ref: TimerRef) -> None:
-        """There is a state for ``timer_ref`` now. Costs nothing when nobody waits."""
+        """There is a state for ``timer_ref`` now: decide again at once, before any wake. Free when nobody waits."""
         if self._arrivals:
-            for future in self._arrivals.pop(timer_ref, ()):
+            for future, work in self._arrivals.pop(timer_ref, ()):
                 if not future.done():
                     future.set_result(None)
+                    self._again(work)
 
     async def stop(self) -> None:
         """Hand back what still waits."""
@@ -59,25 +63,24 @@ class EarlyCancels:
             task.cancel()
         await asyncio.gather(*self._waiters, return_exceptions=True)
 
-    async def _wait(self, work: Work, wait_ms: int) -> None:
+    async def _wait(self, work: Work, arrived: asyncio.Future[None], wait_ms: int) -> None:
         loop = asyncio.get_running_loop()
-        timer_ref, arrived = work.command.timer_ref, loop.create_future()
-        self._arrivals.setdefault(timer_ref, []).append(arrived)
         end = loop.time() + wait_ms / 1000
         try:
             while not arrived.done() and (left_s := end - loop.time()) > 0:
                 await asyncio.wait([arrived], timeout=min(left_s, _KEEP_ALIVE_S))
-                await work.delivery.in_progress()
+                if not arrived.done():
+                    await work.delivery.in_progress()
         except asyncio.CancelledError:
-            await self._settling.release(work, 0)
+            if not arrived.done():
+                await self._settling.release(work, 0)
             raise
         finally:
-            self._forget(timer_ref, arrived)
-        self._again(work)
+            self._forget(work.command.timer_ref, arrived)
+        if not arrived.done():
+            self._again(work)
 
     def _forget(self, timer_ref: TimerRef, arrived: asyncio.Future[None]) -> None:
-        waiting = self._arrivals.get(timer_ref, [])
-        if arrived in waiting:
-            waiting.remove(arrived)
-        if not waiting:
-            self._arrivals.pop(timer_ref, None)
+        waiting = [one for one in self._arrivals.pop(timer_ref, ()) if one[0] is not arrived]
+        if waiting:
+            self._arrivals[timer_ref] = waiting

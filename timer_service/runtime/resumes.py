@@ -10,7 +10,7 @@ from timer_service.domain.identity import TimerRef, occurrence_id
 from timer_service.domain.machine import note_resumed
 from timer_service.domain.model import Absent, JsonText, Phase, Resumed, Timer
 from timer_service.domain.summary import summary_of
-from timer_service.errors import BrokerError, NotFound, UnreadableState
+from timer_service.errors import BrokerError, NotFound, StorageFull, UnreadableState
 from timer_service.metrics import Metrics
 from timer_service.ports import Resumes, Snapshots, StateStore, Stored
 from timer_service.runtime.driver import AGAIN_MS, Armed, Driver, again_after_ms
@@ -124,6 +124,11 @@ class ResumeService:
         except NotFound as error:
             self._problems.report(UnreadableState(timer.timer_ref, f"its payload is gone: {error}"))
             self._driver.look_again(armed, self._next_look(timer))
+            return False
+        except StorageFull as error:
+            self._log.debug(events.RESUME_FAILED, timer_ref=timer.timer_ref, error=str(error))
+            armed.unsent = attempt == 0
+            self._driver.wait_for_room(timer.timer_ref)
             return False
         except BrokerError as error:
             self._log.warning(events.RESUME_FAILED, timer_ref=timer.timer_ref, error=str(error))

@@ -10,7 +10,7 @@ from timer_service import events
 from timer_service.clock import Clock
 from timer_service.domain.model import Timer
 from timer_service.domain.summary import summary_of
-from timer_service.errors import BrokerError, UnreadableState, WrongRevision
+from timer_service.errors import BrokerError, StorageFull, UnreadableState, WrongRevision
 from timer_service.metrics import Metrics
 from timer_service.ports import Archive, Snapshots, StateStore
 from timer_service.runtime.archived import Archived
@@ -54,8 +54,10 @@ class Terminals:
         try:
             await self.archive(timer)
             removed = await self._store.remove(timer, revision)
-        except (BrokerError, UnreadableState):
+        except (BrokerError, UnreadableState) as error:
             self._recent.forget(timer.timer_ref)
+            if isinstance(error, StorageFull):
+                self._driver.wait_for_room(timer.timer_ref)
             return  # the entry is still armed: resumed in seconds, and at the next start
         self._recent.forget(timer.timer_ref)
         self._driver.disarm(timer.timer_ref, removed)
@@ -100,10 +102,14 @@ class Terminals:
     async def drop_snapshot(self, timer: Timer) -> None:
         """Remove the payload that only ``timer`` referred to; one that stays is found by the reconciler."""
         if timer.snapshot_seq is not None:
-            try:
-                await self._snapshots.delete(timer.snapshot_seq)
-            except BrokerError as error:
-                self._log.info(events.WORK_FAILED, step="snapshot", error=str(error))
+            await self.delete_snapshot(timer.snapshot_seq)
+
+    async def delete_snapshot(self, seq: int) -> None:
+        """Remove a payload that nothing refers to; one that stays is found by the reconciler."""
+        try:
+            await self._snapshots.delete(seq)
+        except BrokerError as error:
+            self._log.info(events.WORK_FAILED, step="snapshot", error=str(error))
 
     @staticmethod
     def as_former(timer: Timer, archive_seq: int) -> Timer:

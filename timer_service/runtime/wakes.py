@@ -11,7 +11,7 @@ from timer_service.clock import Clock
 from timer_service.domain.machine import elapse
 from timer_service.domain.model import Phase, Timer, Wake
 from timer_service.domain.summary import summary_of
-from timer_service.errors import Ambiguous, BrokerError, UnreadableState, WrongRevision
+from timer_service.errors import Ambiguous, BrokerError, StorageFull, UnreadableState, WrongRevision
 from timer_service.fibers import start_fiber
 from timer_service.metrics import Metrics
 from timer_service.ports import StateStore, Stored
@@ -73,6 +73,9 @@ class WakeService:
         except UnreadableState as error:
             self._problems.report(error)
             result = "unreadable_state"
+        except StorageFull:
+            self._driver.wait_for_room(wake.timer_ref)
+            result = "deferred"
         except BrokerError:
             result = "deferred"  # the heap publishes another one soon
         self._metrics.wake(result)
