@@ -8,10 +8,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from nats.js.errors import BadRequestError
 
 from tests.support import service as service_module
 from tests.support.broker import Broker
@@ -101,21 +103,20 @@ async def test_a_subject_that_is_taken_while_it_runs(broker: Broker, tmp_path: P
     async with Desk.at(broker.url) as desk:
         with Service(broker.url, tmp_path, **SETTINGS) as service:
             await service.ready()
-            await desk.js.delete_stream(topology.REJECTIONS)
-            await desk.js.add_stream(name="FOREIGN", subjects=[f"{topology.REJECTED_PREFIX}>"])
-            if await _exists(desk, topology.REJECTIONS):
-                pytest.skip("the service was faster")
+            await eventually(partial(_taken, desk), what="a moment in which the service is slower than we are")
             assert topology.REJECTIONS in await reasons(service, "subject_taken")
             await reasons(service, "provision_failed")
-            await desk.js.delete_stream("FOREIGN")
-            assert Cli(broker.url).run("provision").returncode == 0
+            await desk.js.delete_stream("FOREIGN")  # and made at once, before the service can do it itself
+            await api(desk, f"STREAM.CREATE.{topology.REJECTIONS}", STREAMS[topology.REJECTIONS].config(1))
             await service.ready(NOTICED_S)
 
 
-async def _exists(desk: Desk, stream: str) -> bool:
+async def _taken(desk: Desk) -> bool:
+    """Replace the rejections by a stream of somebody else; False when the service has made them anew before that."""
+    await desk.js.delete_stream(topology.REJECTIONS)
     try:
-        await desk.js.stream_info(stream)
-    except Exception:
+        await desk.js.add_stream(name="FOREIGN", subjects=[f"{topology.REJECTED_PREFIX}>"])
+    except BadRequestError:
         return False
     return True
 

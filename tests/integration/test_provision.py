@@ -230,15 +230,19 @@ async def test_a_foreign_stream_on_our_subjects_is_named(
     assert await provisioner.check() == []
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(topology.SCHEDULE_FILTER, topology.WAKE_FILTER), (topology.WAKE_FILTER, topology.SCHEDULE_FILTER)],
+)
 async def test_a_foreign_stream_on_one_of_two_subjects_is_named(
-    connection: Connection, provisioner: Provisioner
+    connection: Connection, provisioner: Provisioner, ours: str, theirs: str
 ) -> None:
     """Our stream is there, and lacks a subject since another stream has it."""
-    await make_stream(connection, STREAMS[SCHEDULES], subjects=[topology.SCHEDULE_FILTER])
-    await connection.api("STREAM.CREATE.FOREIGN", {"name": "FOREIGN", "subjects": [topology.WAKE_FILTER]})
+    await make_stream(connection, STREAMS[SCHEDULES], subjects=[ours])
+    await connection.api("STREAM.CREATE.FOREIGN", {"name": "FOREIGN", "subjects": [theirs]})
     (finding,) = [finding for finding in await provisioner.check() if finding.resource == SCHEDULES]
     assert finding.code == "subject_taken"
-    assert f"subject {topology.WAKE_FILTER} belongs to stream FOREIGN" in finding.message
+    assert f"subject {theirs} belongs to stream FOREIGN" in finding.message
 
 
 async def test_an_account_that_is_too_small_is_named(empty: GuardedBroker, connection: Connection) -> None:
