@@ -63,6 +63,7 @@ class _Feed:
         self.scans.append(distrust)
         if len(self.scans) <= self._failures:
             raise Unavailable("away again")
+        self.position, self.went_back = 0, False
         return 0
 
 
@@ -115,6 +116,18 @@ async def test_evidence_is_kept_until_a_scan_has_acted_on_it(monkeypatch: pytest
     feed = _Feed(failures)
     await run(feed, [StreamState("monday", 5, 0), StreamState("tuesday", 5, 0)], 10)
     assert feed.scans == [True] * (failures + 1)
+
+
+@pytest.mark.parametrize(("last_seq", "went_back"), [(4, False), (9, True), (9, False)])
+async def test_a_stream_that_went_back_is_read_again(
+    monkeypatch: pytest.MonkeyPatch, last_seq: int, went_back: bool
+) -> None:
+    """Its last sequence below ours, or, when new writes have passed that, sequences that came again: one scan."""
+    monkeypatch.setattr(module, "EVIDENCE_INTERVAL_S", 0.001)
+    feed = _Feed(0)
+    feed.went_back = went_back
+    await run(feed, [StreamState("monday", last_seq, 0)], 5)
+    assert feed.scans == ([True] if last_seq < 5 or went_back else [])
 
 
 async def test_without_evidence_nothing_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
