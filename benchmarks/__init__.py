@@ -8,5 +8,6 @@ are noisy.
 - `limit` asks how many acknowledged messages a second this box can store at all.
 - `engine` plays publisher and flow engine; `load` is the scenarios it goes through, the same for everyone.
 - `everyday` is the contender to beat: the same life of a timer in the client library's everyday calls.
+- `steady` watches a quiet service for twenty minutes; `python -m benchmarks.steady` stands alone.
 - `contenders` says how each of them is provisioned, served and known to be ready.
 """
