@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from timer_service import show
+from timer_service.cli.durability import durability_of
 from timer_service.cli.session import connected, publisher
 from timer_service.clock import SystemClock
 from timer_service.config import Settings
@@ -60,7 +61,16 @@ async def examine(settings: Settings) -> list[Check]:
         known = {check.resource for check in checks}
         checks += [_wrong(finding) for finding in findings if finding.resource not in known]
         checks.append(await _clock(connection))
-        return checks
+        return [*checks, *await _durability(connection)]
+
+
+async def _durability(connection: Connection) -> list[Check]:
+    """Nothing that could be wrong: what was chosen, in words."""
+    try:
+        level = await durability_of(connection)
+    except BrokerError:
+        return []  # told above
+    return [] if level is None else [Check("durability", True, level.text)]
 
 
 def _resources() -> list[str]:
@@ -115,8 +125,10 @@ def checklist(checks: list[Check]) -> Text:
 async def measure(url: str, creds: str | None) -> dict[str, Any]:
     """Server, streams and consumers in numbers; a missing stream or consumer is null. Raises BrokerError."""
     async with connected(url, creds) as connection:
+        level = await durability_of(connection)
         return {
             "server": {"url": url, "version": connection.server_version},
+            "durability": None if level is None else level.plain(),
             "streams": {spec.name: await _stream(connection, spec.name) for spec in topology.streams(topology.Sizes())},
             "consumers": {spec.name: await _consumer(connection, spec) for spec in topology.CONSUMERS},
         }
@@ -149,7 +161,10 @@ async def _consumer(connection: Connection, spec: topology.ConsumerSpec) -> dict
 def tables(found: dict[str, Any]) -> Group:
     """The numbers for people."""
     server = found["server"]
-    return Group(f"nats-server {server['version']} at {server['url']}", "", _streams(found), "", _consumers(found))
+    head = [f"nats-server {server['version']} at {server['url']}"]
+    if found["durability"] is not None:
+        head.append(f"durability: {found['durability']['text']}")
+    return Group(*head, "", _streams(found), "", _consumers(found))
 
 
 def _table(*columns: str) -> Table:
