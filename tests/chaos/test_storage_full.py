@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from tests.support.broker import Broker
 from tests.support.cluster import Cluster
+from tests.support.commands import command
 from tests.support.service import (
     CLI,
     Asked,
@@ -31,7 +33,12 @@ from tests.support.service import (
     shown_on_failure,
     unique,
 )
+from timer_service.domain.machine import Write, decide
+from timer_service.errors import StorageFull, WrongRevision
 from timer_service.jetstream import topology
+from timer_service.jetstream.connection import Connection
+from timer_service.jetstream.publish import Publisher
+from timer_service.jetstream.stores import JetStreamState
 
 KIB = 1024
 DAY_MS = 86_400_000
@@ -196,6 +203,33 @@ async def _full_to_the_brim(play: Play, name: str) -> None:
     assert (await held.outcome(6))["status"] == "accepted"
     await play.desk.ended(name_ref(name))
     await play.service.ready(10)
+
+
+async def test_an_end_leaves_a_full_bucket(tmp_path: Path) -> None:
+    """Three replicas refuse even removal markers when full: the entry goes without one, a newer one stays."""
+    decision = decide(None, command("start", now_ms()))
+    assert isinstance(decision, Write)
+    timer = decision.timer
+    async with brokers(3, tmp_path) as url, Desk.at(url) as desk:
+        spec = next(spec for spec in topology.streams(topology.Sizes(state_bytes=64 * KIB)))
+        await desk.client.request(f"$JS.API.STREAM.CREATE.{spec.name}", json.dumps(spec.config(3)).encode(), timeout=10)
+        connection = Connection(url, name="test")
+        await connection.open()
+        publisher = Publisher(connection)
+        await publisher.start()
+        state = JetStreamState(publisher, replicas=3, tombstone_ttl_s=3_600)
+        first = await state.put(timer, 0)
+        second = await state.put(timer, first)
+        await _cram(desk, topology.state_subject("junk.%d"))
+        with pytest.raises(StorageFull):
+            await state.put(timer, second)
+        with contextlib.suppress(WrongRevision):
+            await state.remove(timer, first)
+        assert (await state.get(timer.timer_ref)).revision == second, "it is another one by now"
+        await state.remove(timer, second)
+        assert (await state.get(timer.timer_ref)).timer is None
+        await publisher.stop()
+        await connection.close()
 
 
 async def _cram(desk: Desk, subject: str, headers: dict[str, str] | None = None, sizes: tuple[int, ...] = ()) -> None:
