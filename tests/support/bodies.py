@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import hypothesis.strategies as st
@@ -51,12 +52,15 @@ json_values = st.recursive(
 )
 payloads = json_values
 
+LONG = "an integer with more digits than Python reads or prints"
+"""Stands in a body for such an integer, which ``as_body`` writes out."""
+
 JUNK: st.SearchStrategy[Any] = json_values | st.sampled_from(
     [
         None, True, False, 0, 1, 2, -1, 1.0, 0.5, 1e300, 2**53 + 1, 2**63, 2**64, -(2**63), 10_000, 10_001,
         MAX_DELAY_MS + 1, MAX_DUE_MS + 1, "", "5", "1", "x" * 129, "x" * 257, "é" * 129, "x" * 1_025, "\0", "a\n",
         REF, REF.upper(), "a" * 64, "reject", "replace", "2030-01-01T00:00:00Z", "2030-01-01", "1969-12-31T23:59:59Z",
-        [], [1], {},
+        [], [1], {}, LONG,
     ]
 )  # fmt: skip
 # What would do in the field of that name, or nearly.
@@ -67,7 +71,7 @@ _NEAR: dict[str, st.SearchStrategy[Any]] = {
     "due": st.sampled_from([{"delay_ms": 0}, {"delay_ms": None}, {"at": "x"}, {"at": ""}, {"delay_ms": 1, "at_ms": 1}]),
     "at": st.text("0123456789-T:.Z+", max_size=30) | st.datetimes().map(lambda naive: naive.isoformat() + "Z"),
     "edges": st.sampled_from([{"start": "a", "elapsed": "b"}, {"start": "a"}, {"start": "a", "elapsed": ""}, [], 0]),
-    "v": st.sampled_from([0, 1, 2, "1", True, 1.0]),
+    "v": st.sampled_from([0, 1, 2, "1", True, 1.0, LONG]),
     "delay_ms": st.integers(-1, 2),
     "wait_ms": st.integers(9_999, 10_002),
     "payload_sha256": st.sampled_from(["", "a" * 64]),
@@ -130,6 +134,11 @@ def bodies(draw: st.DrawFn, kind: Kind | None = None) -> tuple[Kind, dict[str, A
     """A kind, any if none is given, and the fields of a valid command of that kind."""
     chosen = draw(kinds) if kind is None else kind
     return chosen, {"v": 1, "command_id": draw(command_ids), **draw(_FIELDS[chosen])}
+
+
+def as_body(fields: Any, digits: int = 5_000, **spelling: Any) -> bytes:
+    """``fields`` as JSON, with the long integers in it written out."""
+    return json.dumps(fields, **spelling).replace(json.dumps(LONG), "9" * digits).encode()
 
 
 @st.composite

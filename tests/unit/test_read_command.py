@@ -168,6 +168,19 @@ def test_another_version_in_the_body(kind: Kind, version: int):
     assert refused(kind, json.dumps({"v": version, "id": "x"}).encode()).code is Code.UNSUPPORTED_VERSION
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_integers_with_more_digits_than_python_prints(kind: Kind):
+    """Wherever they stand they are refused as what they are: nothing tries to print them."""
+    for digits in (b"9" * 5_000, b"-" + b"9" * 5_000, b"9" * 4_300, b"-" + b"9" * 4_300):
+        assert refused(kind, b'{"v": %s}' % digits).code is Code.UNSUPPORTED_VERSION
+        for field in (b"generation", b"fence", b"max_retries", b"wait_ms", b"unknown"):
+            body = body_of(kind, **{field.decode(): ...})[:-1] + b', "%s": %s}' % (field, digits)
+            try:
+                read(kind, body)
+            except BadCommand as bad:
+                assert bad.code is Code.MALFORMED  # noqa: PT017 - some are taken: a generation has no upper bound
+
+
 def padded(kind: Kind, size: int) -> bytes:
     """A valid body of exactly ``size`` bytes, in which characters and bytes differ in number."""
     fields = fields_of(kind)

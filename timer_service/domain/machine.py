@@ -212,7 +212,7 @@ def _other_generation(timer: Timer, generation: int) -> Refused | None:
         return None
     return Refused(
         Code.STALE_GENERATION,
-        f"generation {generation} is not the present one, which is {timer.generation}",
+        f"the present generation is {timer.generation}, not the one that was named",
     )
 
 
@@ -248,7 +248,7 @@ def _misses_waiting(timer: Timer, feedback: Feedback, resumed: Resumed | None) -
 def _misses_elapsed(timer: Timer, feedback: Feedback) -> Refused | None:
     stale = _other_generation(timer, feedback.generation)
     if stale is None and feedback.fence != timer.fence:
-        return Refused(Code.STALE_FENCE, f"fence {feedback.fence} is not the present one, which is {timer.fence}")
+        return Refused(Code.STALE_FENCE, f"the present fence is {timer.fence}, not the one that was named")
     return stale
 
 

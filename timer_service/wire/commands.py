@@ -150,7 +150,7 @@ def _object(body: bytes) -> dict[str, Any]:
 def _read_fields(kind: Kind, fields: dict[str, Any], body: bytes, envelope: Envelope) -> AnyCommand:
     version = fields.get("v")
     if type(version) is int and version != COMMAND_VERSION:
-        raise BadCommand(Code.UNSUPPORTED_VERSION, f"v is {version}; 1 is known")
+        raise BadCommand(Code.UNSUPPORTED_VERSION, f"v is not {COMMAND_VERSION}, the one version known")
     try:
         read = _DECODERS[kind].decode(body)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -339,7 +339,7 @@ def _limit(name: str, text: str | None, limit: int) -> str | None:
 
 def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
-        raise BadCommand(Code.MALFORMED, f"{name} is {value}; {least} is the least")
+        raise BadCommand(Code.MALFORMED, f"{name} is less than {least}")
 
 
 def _content(kind: Kind, read: CommandBody) -> str:
