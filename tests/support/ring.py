@@ -141,6 +141,7 @@ class Replica:
 
     def __init__(self, ring: Ring, **settings: Any) -> None:
         clock, log, metrics = ring.clock, ring.log, Metrics()
+        self.metrics = metrics
         self._ring = ring
         recent, problems = Recent(), Problems(metrics, log)
         self.problems = problems
