@@ -9,7 +9,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from tests.support.bodies import JUNK, as_body, bodies, kinds, mutated
+from tests.support.bodies import JUNK, LONG, as_body, bodies, kinds, mutated
 from tests.support.commands import ENVELOPE
 from timer_service.domain.codes import Code
 from timer_service.domain.identity import is_timer_ref
@@ -63,12 +63,23 @@ def test_any_json(subject: str, value: Any):
     assert isinstance(outcome(subject, as_body(value)), BadCommand)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_valid_commands_and_their_neighbours(data: st.DataObject):
     """Bodies near a valid one, where most branches are: with other values, without fields, with more of them."""
     kind, fields = data.draw(bodies())
     outcome(f"durable_timer.commands.{kind}.v1", as_body(data.draw(mutated(fields)), data.draw(DIGITS)))
+
+
+@FEW
+@given(bodies(), st.sampled_from([LONG, LONG, "-", 1.5, None, True, "", [], {}]), st.data())
+def test_one_value_of_another_kind(sent: tuple[Kind, dict[str, Any]], value: Any, data: st.DataObject):
+    """One field, at the top or inside, holds what it never should: nothing but a refusal comes of it."""
+    kind, fields = sent
+    target = data.draw(st.sampled_from([fields, *(inner for inner in fields.values() if isinstance(inner, dict))]))
+    if target:
+        target[data.draw(st.sampled_from([*target]))] = value
+    outcome(f"durable_timer.commands.{kind}.v1", as_body(fields, data.draw(DIGITS)))
 
 
 @FEW
