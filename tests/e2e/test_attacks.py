@@ -58,13 +58,14 @@ SUBJECTS = {
 }
 
 
+@pytest.mark.parametrize("headers", [b"NATS/1.0\r\n\r\n", b""], ids=["headers", "no headers"])
 @pytest.mark.parametrize("case", SUBJECTS)
-async def test_a_subject_of_any_bytes_is_settled(desk: Desk, service: Service, case: str) -> None:
+async def test_a_subject_of_any_bytes_is_settled(desk: Desk, service: Service, case: str, headers: bytes) -> None:
     """C21: whatever the broker stores below the command subjects is refused as malformed, and nothing is blocked."""
     before = await desk.last_seq(topology.REJECTIONS)
     url = desk.client.connected_url
     assert url is not None
-    publish_raw(int(url.port or 0), SUBJECTS[case], b"NATS/1.0\r\n\r\n", b"{}")
+    publish_raw(int(url.port or 0), SUBJECTS[case], headers, b"{}")
     assert (await desk.ask("start", timer={"name": unique()}, due=FAR, within=3))["status"] == "accepted"
     await eventually(lambda: _settled(desk))
     (record,) = await desk.rejections(after=before)

@@ -145,7 +145,7 @@ class Replica:
         self._ring = ring
         recent, problems = Recent(), Problems(metrics, log)
         self.problems = problems
-        self.archived = Archived()
+        self.archived = Archived(clock.now_ms, settings.get("markers_ms", 3_600_000))
         self.lanes = Lanes(lambda timer_ref, error: ring.log.mistakes.append(("lane", timer_ref, error)))
         timeout_ms = settings.get("resume_timeout_ms", 60_000)
         self.driver = Driver(clock, ring.wakes, metrics, log, resume_timeout_ms=timeout_ms)
@@ -166,7 +166,7 @@ class Replica:
             max_payload=lambda: settings.get("max_payload", 2**20),
             inline_payload_max_bytes=settings.get("inline_payload_max_bytes", 1024),
         )  # fmt: skip
-        self.feed = Feed(self._follow, self.driver, recent, self.archived, problems, metrics, log)
+        self.feed = Feed(self._follow, self.driver, recent, self.archived, problems, metrics, log, now_ms=clock.now_ms)
         self.feed.entry_arrived = self.commands.entry_arrived
         self.reconciler = Reconciler(
             clock, self.feed, self.driver, self.lanes, resumes, terminals, problems, _Sweeper(), ring.look, metrics,

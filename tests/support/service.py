@@ -418,13 +418,18 @@ class Asked:
 
 
 def publish_raw(port: int, subject: bytes, headers: bytes, body: bytes) -> None:
-    """Publish with a header block that no client library would write, and wait until the broker has read it."""
+    """Publish bytes that no client library would write, and wait until the broker has read them."""
     with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
         connection.recv(65_536)
         size = len(headers)
         connection.sendall(
             b'CONNECT {"headers":true,"verbose":false}\r\n'
-            + b"HPUB %s %d %d\r\n%s%s\r\nPING\r\n" % (subject, size, size + len(body), headers, body)
+            + (
+                b"HPUB %s %d %d\r\n" % (subject, size, size + len(body))
+                if headers
+                else b"PUB %s %d\r\n" % (subject, len(body))
+            )
+            + b"%s%s\r\nPING\r\n" % (headers, body)
         )
         answer = connection.recv(65_536)
     assert answer == b"PONG\r\n", answer

@@ -1,7 +1,8 @@
-"""Wakes that come after the end of their timer, whatever they meet."""
+"""What comes after the end of a timer, whoever remembers it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -36,6 +37,28 @@ def test_a_wake_after_the_end_does_not_make_the_end_forgotten(expired: bool) -> 
             assert (again.status, again.generation, again.fence) == ("accepted", 1, 3)
             refused = await ring.ask("start", timer=LINEAGE, due={"delay_ms": 60_000})
             assert refused.code == "already_terminal"
+            ring.sound()
+
+    play(story())
+
+
+def test_a_replica_that_missed_the_marker_asks_the_archive() -> None:
+    """Another replica ended the timer, and its short marker ran out before this one looked: generation 1, not 0."""
+
+    async def story() -> None:
+        async with Ring(2, markers_ms=1_000) as ring:
+            busy, calm = ring.replicas
+            await ring.until(lambda: calm.feed.quiet, "a quiet feed")
+            ring.replicas = [busy]
+            await ring.ask("start", timer=NAME, due={"delay_ms": 60_000})
+            await ring.ask("cancel", timer_ref=REF)
+            await ring.settle()
+            ring.state.expire_markers()
+            ring.replicas = [calm]
+            again = await ring.ask("start", timer=NAME, due={"delay_ms": 60_000})
+            assert (again.status, again.generation, again.fence) == ("accepted", 1, 3)
+            ring.replicas = [busy, calm]
+            await asyncio.sleep(0)
             ring.sound()
 
     play(story())
