@@ -142,9 +142,7 @@ class EverydayService:
         self._tasks: set[asyncio.Task[None]] = set()
         self.failures = 0
 
-    async def consume(
-        self, stream: str, durable: str, subject: str, handle: Callable[[Msg], Awaitable[None]]
-    ) -> None:
+    async def consume(self, stream: str, durable: str, subject: str, handle: Callable[[Msg], Awaitable[None]]) -> None:
         """Fetch for ever and handle up to `IN_FLIGHT` messages at a time; what fails is handed back."""
         subscription = await self._js.pull_subscribe(subject, durable=durable, stream=stream)
         room = asyncio.Semaphore(IN_FLIGHT)
@@ -162,9 +160,7 @@ class EverydayService:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guarded(
-        self, message: Msg, handle: Callable[[Msg], Awaitable[None]], room: asyncio.Semaphore
-    ) -> None:
+    async def _guarded(self, message: Msg, handle: Callable[[Msg], Awaitable[None]], room: asyncio.Semaphore) -> None:
         try:
             await handle(message)
             await message.ack()
@@ -274,9 +270,7 @@ async def provision(url: str) -> None:
     await client.close()
 
 
-async def _add_stream(
-    js: JetStreamContext, name: str, subjects: list[str], retention: RetentionPolicy
-) -> None:
+async def _add_stream(js: JetStreamContext, name: str, subjects: list[str], retention: RetentionPolicy) -> None:
     config = StreamConfig(
         name=name, subjects=subjects, retention=retention, storage=StorageType.FILE, max_bytes=_MAX_BYTES
     )
@@ -300,12 +294,8 @@ async def serve(url: str, http: str) -> None:
     js = client.jetstream()
     service = EverydayService(js, await js.key_value(names.STATE_BUCKET))
     loops = [
-        service.consume(
-            names.COMMANDS_STREAM, names.COMMAND_CONSUMER, names.COMMAND_SUBJECTS, service.on_command
-        ),
-        service.consume(
-            names.SCHEDULES_STREAM, names.WAKE_CONSUMER, names.WAKE_PREFIX + ">", service.on_wake
-        ),
+        service.consume(names.COMMANDS_STREAM, names.COMMAND_CONSUMER, names.COMMAND_SUBJECTS, service.on_command),
+        service.consume(names.SCHEDULES_STREAM, names.WAKE_CONSUMER, names.WAKE_PREFIX + ">", service.on_wake),
     ]
     host, _, port = http.rpartition(":")
     server = await asyncio.start_server(_answer_ready, host, int(port))

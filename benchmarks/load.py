@@ -182,16 +182,12 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="load for a timer service; prints one JSON object")
     parser.add_argument("scenario", choices=["throughput", "paced", "burst"])
     parser.add_argument("--nats", required=True, metavar="URL")
-    parser.add_argument(
-        "--seconds", type=float, default=6.0, help="length of the measurement, after the warm-up"
-    )
+    parser.add_argument("--seconds", type=float, default=6.0, help="length of the measurement, after the warm-up")
     parser.add_argument("--warm-up", type=float, default=1.5, help="seconds before it")
     parser.add_argument("--window", type=int, default=512, help="timers open at a time (throughput)")
     parser.add_argument("--rate", type=float, default=200.0, help="starts a second (paced)")
     parser.add_argument("--count", type=int, default=10_000, help="timers due at once (burst)")
-    parser.add_argument(
-        "--lead", type=float, default=10.0, help="seconds from the first start to due (burst)"
-    )
+    parser.add_argument("--lead", type=float, default=10.0, help="seconds from the first start to due (burst)")
     parser.add_argument("--watch", type=_watched, action="append", default=[], metavar="NAME=PID")
     options = parser.parse_args()
     options.watch = dict(options.watch)

