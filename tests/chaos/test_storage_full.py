@@ -355,6 +355,7 @@ async def test_account(tmp_path: Path, replicas: int) -> None:
             await _cram(play.desk, "foreign", sizes=(100_000, 1_000, 1))
             await play.full("account")
             await eventually(partial(_overdue, late), what="a due time to pass")
+            assert {event["resource"] for event in play.service.events("storage.refused")} == {"account"}
             await play.desk.js.purge_stream("FOREIGN")
             await play.complete_all([*names[3:], due, *held])
             await play.reopened()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.support.commands import body_of
+from tests.support.commands import body_of, command
 from tests.support.ring import Log, Ring, play
 from timer_service.domain.identity import TimerRef
+from timer_service.domain.machine import Write, decide
 from timer_service.errors import StorageFull
+from timer_service.jetstream.stores import JetStreamState
 from timer_service.metrics import Metrics
 from timer_service.ports import Fill
 from timer_service.runtime.admission import Admission
@@ -137,3 +141,62 @@ def test_a_start_without_room_for_its_state_leaves_no_payload() -> None:
             assert not ring.log.mistakes
 
     play(story())
+
+
+def test_what_is_held_comes_back_with_the_first_reading_that_shows_room() -> None:
+    """Not when its time is over: starts as soon as admission is open, ends as soon as nothing is full."""
+
+    async def story() -> None:
+        async with Ring() as ring:
+            service = ring.replicas[0]
+            first = ring.publish("durable_timer.commands.start.v1", body_of("start"))
+            await ring.until(lambda: ring.outcomes(first), "an outcome")
+            ring.state.fail_next(StorageFull("no room"))
+            cancel = ring.publish("durable_timer.commands.cancel.v1", body_of("cancel", command_id="c-2"))
+            service.admission.update({"state": Fill(600_000, 1_000_000)}, EMPTY)
+            body = body_of("start", timer={"name": "held"}, due={"delay_ms": 60_000})
+            start = ring.publish("durable_timer.commands.start.v1", body)
+            await ring.until(lambda: service.commands.held == 2, "two that are held")
+            before_ms = ring.clock.now_ms()
+            service.admission.update({"state": Fill(100_000, 1_000_000)}, EMPTY)
+            service.commands.room_read()
+            await ring.until(lambda: ring.outcomes(cancel) and ring.outcomes(start), "both outcomes")
+            assert ring.clock.now_ms() - before_ms < HOLD_MS // 2
+            assert {one.status for one in ring.outcomes(cancel) + ring.outcomes(start)} == {"accepted"}
+
+    play(story())
+
+
+def test_a_resume_without_room_goes_out_as_soon_as_there_is_some() -> None:
+    """It is tried less and less often; told of room, it does not wait for its next turn."""
+
+    async def story() -> None:
+        async with Ring() as ring:
+            ring.resumes.fail_next(StorageFull("no room"), times=6)
+            ring.publish("durable_timer.commands.start.v1", body_of("start"))
+            await ring.until(lambda: not ring.resumes._trouble, "six refusals")
+            before_ms = ring.clock.now_ms()
+            ring.replicas[0].driver.hurry()
+            await ring.until(ring.resumes.standing, "the resume")
+            assert ring.clock.now_ms() - before_ms < 1_000
+
+    play(story())
+
+
+async def test_a_purge_in_place_of_a_marker_is_fenced() -> None:
+    """Only what is not newer than the ended entry goes: between refusal and purge a new life may have begun."""
+    asked: list[tuple[str, object]] = []
+
+    class Full:
+        async def publish(self, *_: object) -> None:
+            raise StorageFull("no room")
+
+        async def api(self, name: str, body: object) -> None:
+            asked.append((name, body))
+
+    full: Any = Full()
+    decision = decide(None, command("start", 1_000))
+    assert isinstance(decision, Write)
+    await JetStreamState(full, replicas=3, tombstone_ttl_s=60).remove(decision.timer, 7)
+    subject = f"$KV.DURABLE_TIMER_STATE.{decision.timer.timer_ref}"
+    assert asked == [("STREAM.PURGE.KV_DURABLE_TIMER_STATE", {"filter": subject, "seq": 8})]
