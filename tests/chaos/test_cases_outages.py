@@ -142,36 +142,6 @@ async def test_c19_fifty_racing_starts_after_an_end(desk: Desk, service: Service
     assert (await desk.ask("cancel", timer_ref=ref_of(key)))["status"] == "accepted"
 
 
-async def test_c19_a_replica_that_slept_over_the_marker(stage: Stage, tmp_path: Path) -> None:
-    """C19: a replica that was frozen while a timer ended and its marker ran out takes no generation again."""
-    short = {**SETTINGS, "tombstone_ttl_s": 1, "reconcile_interval_ms": 3_600_000}
-    with (
-        Broker(tmp_path / "nats") as broker,
-        Service(broker.url, tmp_path, **short) as awake,
-        Service(broker.url, tmp_path, **short) as sleeper,
-    ):
-        await awake.ready()
-        await sleeper.ready()
-        async with Desk.at(broker.url) as desk, Engine(desk, complete) as engine:
-            keys = [{"name": unique()} for _ in range(12)]
-            sleeper.pause()
-            for key in keys:
-                await desk.send("start", timer=key, due={"delay_ms": 1})
-            for key in keys:  # what the sleeper had been given is given to the other after five seconds
-                await desk.ended(ref_of(key), 30)
-            await eventually(partial(_no_marker, desk), 15, what="the markers to run out")
-            awake.kill()
-            sleeper.resume()
-            for key in keys:
-                outcome = await _answered(desk, {"command_id": "second", "timer": key, "due": FAR})
-                assert (outcome["generation"], outcome["fence"]) == (1, 4)
-            assert all(received.resume["generation"] == 0 for received in engine.received)
-
-
-async def _no_marker(desk: Desk) -> bool:
-    return await desk.count(topology.STATE_STREAM) == 0
-
-
 # -- C22, C23: others are not held up ---------------------------------------------------------------------------
 
 
