@@ -30,6 +30,7 @@ from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection, Denial, Received, api_error
 
 _SWEEP_S = 0.25
+_SILENT_S = 5.0
 _WRONG_SEQUENCE = frozenset({10071, 10164})
 
 
@@ -77,8 +78,8 @@ class Publisher:
         self._prefix = ""
         self._now: Callable[[], float] = lambda: 0.0
         self._sweeper: asyncio.Task[None] | None = None
-        self.silent: dict[str, None] = {}
-        """Streams that did not answer a write in time, though the broker answered others: see ``_unanswered``."""
+        self._silent: dict[str, float] = {}
+        """Streams by when they last left a write unanswered."""
         self._heard = 0.0
         self.on_full: Callable[[str, StorageFull], None] | None = None
         """Called with the subject of each message that ``publish`` could not store for want of room."""
@@ -91,7 +92,7 @@ class Publisher:
         await self._connection.subscribe(f"{inbox}.*", self._on_reply)
         self._connection.on_lost(self.fail_all)
         self._connection.on_denied(self._fail_denied)
-        self._connection.on_returned(self.silent.clear)
+        self._connection.on_returned(self._silent.clear)
         self._sweeper = asyncio.create_task(self._sweep(), name="publisher.sweep")
 
     async def stop(self) -> None:
@@ -128,10 +129,20 @@ class Publisher:
             self._unanswered(topology.stream_of(subject) or subject)
             raise
 
+    @property
+    def silent(self) -> list[str]:
+        """Streams that did not answer a write in time, though the broker answered others: see ``_unanswered``.
+
+        What must be written is tried again within seconds of its time-out; when none of that came, nothing is wrong
+        any more, also where nobody has anything to write.
+        """
+        since_s = self._now() - 3 * self._timeout_s - _SILENT_S
+        return [stream for stream, at_s in self._silent.items() if at_s > since_s]
+
     def _unanswered(self, stream: str) -> None:
         """A stream whose store could not write to the disk is silent until nats-server is started again."""
         if self._connection.connected and self._now() - self._heard < self._timeout_s / 2:
-            self.silent[stream] = None
+            self._silent[stream] = self._now()
 
     async def send(self, subject: str, data: bytes, headers: dict[str, str] | None = None) -> Pending[Ack]:
         """As ``publish``, but returns as soon as the message is on its way; await the result for the ack."""
@@ -179,8 +190,8 @@ class Publisher:
         except (BrokerError, msgspec.MsgspecError) as error:
             pending.fail(error if isinstance(error, BrokerError) else RequestRefused(f"unreadable reply: {error}"))
         else:
-            if self.silent and isinstance(value, Ack):
-                self.silent.pop(value.stream, None)
+            if self._silent and isinstance(value, Ack):
+                self._silent.pop(value.stream, None)
             pending.resolve(value)
 
     def fail_all(self) -> None:
