@@ -168,6 +168,12 @@ class Driver:
             self._heap.update(armed, at_ms, armed.seq)
             self._changed.set()
 
+    def come_back(self, timer_ref: TimerRef) -> None:
+        """A step of this timer failed since the broker was not able to: try again soon, however often it was tried."""
+        armed = self._armed.get(timer_ref)
+        if armed is not None:
+            self.look_again(armed, self._clock.now_ms() + AGAIN_MS)
+
     def wait_for_room(self, timer_ref: TimerRef) -> None:
         """A step of this timer was refused for want of room: come back less and less often, or when ``hurry`` says."""
         armed = self._armed.get(timer_ref)
@@ -281,6 +287,7 @@ class Driver:
             if isinstance(error, StorageFull):  # so it would be with all others
                 self._paused_until_ms = self._clock.now_ms() + AFTER_FAILURE_MS
             if armed.phase is Phase.WAITING:
+                armed.tries = max(0, armed.tries - 1)  # nothing went out: what follows must not come late for it
                 self._answered(armed)
                 self.look_again(armed, self._clock.now_ms() + AFTER_FAILURE_MS)
 

@@ -77,7 +77,8 @@ class WakeService:
             self._driver.wait_for_room(wake.timer_ref)
             result = "deferred"
         except BrokerError:
-            result = "deferred"  # the heap publishes another one soon
+            self._driver.come_back(wake.timer_ref)
+            result = "deferred"
         self._metrics.wake(result)
         await delivery.ack()
 
