@@ -22,7 +22,7 @@ demo: $(STAMP) ## the whole story on a broker of its own: start, kill, restart, 
 	@$(BIN)/durable-timer demo
 
 test: $(STAMP) ## all tests; narrow them with ARGS="-m unit"
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(or $(ARGS),-n 4 --dist loadfile)
 
 check: $(STAMP) ## lint, format, types, architecture
 	@$(BIN)/ruff check .
