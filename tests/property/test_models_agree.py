@@ -15,7 +15,7 @@ from tests.support.bodies import as_body, bodies, mutated
 from tests.support.commands import LINEAGE, REF, body_of, read
 from tests.support.lives import lives
 from timer_service.domain.codes import Code, Status
-from timer_service.domain.model import ABSENT, Absent, Phase, Timer, Wake
+from timer_service.domain.model import ABSENT, MAX_DELAY_MS, MAX_DUE_MS, Absent, Phase, Timer, Wake
 from timer_service.wire import models
 from timer_service.wire.canonical import strict_loads
 from timer_service.wire.commands import BadCommand, Kind
@@ -80,6 +80,10 @@ TABLE: list[tuple[Kind, dict[str, Any], bool]] = [
     ("start", {"due": {"delay_ms": 5, "at": None}}, True),
     ("start", {"due": {"delay_ms": 5, "at_ms": 5}}, False),
     ("start", {"due": {"delay_ms": True}}, False),
+    *(("start", {"due": {"delay_ms": ms}}, taken) for ms, taken in ((0, False), (1, True), (MAX_DELAY_MS, True))),
+    ("start", {"due": {"delay_ms": MAX_DELAY_MS + 1}}, False),
+    *(("start", {"due": {"at_ms": ms}}, taken) for ms, taken in ((-1, False), (0, True), (MAX_DUE_MS, True))),
+    ("start", {"due": {"at_ms": MAX_DUE_MS + 1}}, False),
     ("start", {"due": {"at": "2200-01-01T00:00:00Z"}}, True),
     ("start", {"due": {"at": "2200-01-01T00:00:00.0001Z"}}, False),
     ("start", {"due": {"at": "2030-01-01T00:00:00"}}, False),

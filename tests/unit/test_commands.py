@@ -818,6 +818,7 @@ async def test_the_archive_is_the_memory_of_the_ended(ring: Ring, markers: str, 
         ring.replicas[0].archived.complete = False
     again = await ask(ring, "start", due=LATER)
     assert (again.status, again.generation, again.fence) == (Status.ACCEPTED, 1, 4)
+    assert live(ring).archive_seq == (await ring.archive.last(REF)).revision
     assert (await ask(ring, "complete", command_id="done")).status is Status.DUPLICATE
 
 
