@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.ids import stable_id
 from timer_service.wire.canonical import (
     MAX_DEPTH,
     MalformedJson,
@@ -135,7 +136,7 @@ class Text(str):
         Fraction(1, 2), 1j, object(),
         Number.ONE, Text("x"), [[[()]]], {"a": {"b": Number.ONE}},
     ],
-    ids=ascii,
+    ids=stable_id,
 )  # fmt: skip
 def test_what_is_not_json_has_no_spelling(value: object):
     """NaN, Infinity, lone surrogates, foreign types and keys that are no strings raise, at any place."""

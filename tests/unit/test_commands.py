@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from tests.support.commands import LINEAGE, REF, fields_of
+from tests.support.ids import stable_id
 from tests.support.ring import T0_MS, Ring, play
 from timer_service.domain.codes import Code, Status
 from timer_service.domain.identity import LineageKey, NameKey, TimerRef, derive_timer_ref
@@ -180,7 +181,7 @@ OUTCOMES: list[tuple[Prepare, Kind, dict[str, Any], Status, Code | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("prepare", "kind", "changes", "status", "code"), OUTCOMES, ids=lambda part: ascii(part)[:40])
+@pytest.mark.parametrize(("prepare", "kind", "changes", "status", "code"), OUTCOMES, ids=stable_id)
 @played()
 async def test_each_outcome(
     ring: Ring, prepare: Prepare, kind: Kind, changes: dict[str, Any], status: Status, code: Code | None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.ids import stable_id
 from timer_service.wire.canonical import MAX_DEPTH, MalformedJson, canonical_json, exact_json, strict_loads
 
 
@@ -39,7 +40,7 @@ def read(text: bytes) -> Any:
 @pytest.mark.parametrize(
     "value",
     [math.nan, math.inf, -math.inf, "\ud800", "a\udfff", {"\ud800": 1}, {1: 2}, (1, 2), {1}, b"x", object()],
-    ids=ascii,
+    ids=stable_id,
 )
 def test_what_is_not_json_is_refused(value: Any):
     """NaN, Infinity, lone surrogates and foreign types raise MalformedJson, at any place."""
