@@ -357,8 +357,8 @@ async def test_account(tmp_path: Path, replicas: int) -> None:
             await eventually(partial(_overdue, late), what="a due time to pass")
             assert {event["resource"] for event in play.service.events("storage.refused")} == {"account"}
             await play.desk.js.purge_stream("FOREIGN")
+            await play.reopened()  # before that an answer could not even be published
             await play.complete_all([*names[3:], due, *held])
-            await play.reopened()
             await play.service.ready()
 
 
