@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,13 @@ if TYPE_CHECKING:
 
 _HERE = Path(__file__).parent
 _LAYERS = frozenset({"unit", "property", "contract", "integration", "chaos", "e2e"})
+
+
+def pytest_configure() -> None:
+    """A shell that starts the suite in the background makes it, and all its children, deaf to SIGINT: undo that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

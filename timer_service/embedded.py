@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _HOST: Final = "127.0.0.1"
+_CHANCE: Final = random.SystemRandom()  # a seeded one would hand several processes the same ports
 # Below the range from which Linux takes the ports of outgoing connections (32768 upwards): while the broker
 # is down its port must not go to another connection, and a client that keeps trying must not meet itself.
 _PORTS: Final = range(20_000, 32_000)
@@ -279,7 +280,7 @@ def _is_complete(ports_file: Path) -> bool:
 
 def free_port() -> int:
     """A port of the loopback interface that nobody uses now, below those that the system hands out itself."""
-    for port in random.sample(_PORTS, 200):
+    for port in _CHANCE.sample(_PORTS, 200):
         if not port_taken(port):
             return port
     raise EmbeddedServerError(f"no free port on {_HOST}")
