@@ -51,6 +51,7 @@ accounts {
 no_auth_user: a
 system_account: SYS
 """
+REPLICAS = pytest.mark.parametrize("replicas", [1, 3])
 
 
 class Play:
@@ -165,7 +166,7 @@ async def used(desk: Desk, stream: str) -> int:
 # -- each resource --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
+@REPLICAS
 async def test_state(tmp_path: Path, replicas: int) -> None:
     """The bucket short of room: starts wait without an outcome, everything else works; ends make room for them."""
     limit = 128 * KIB
@@ -244,9 +245,13 @@ async def _cram(desk: Desk, subject: str, headers: dict[str, str] | None = None,
                 break
 
 
-async def test_resumes(broker: Broker, tmp_path: Path) -> None:
+@REPLICAS
+async def test_resumes(tmp_path: Path, replicas: int) -> None:
     """The engine is away and the resume stream fills up: nothing is lost, and all of it goes out when it returns."""
-    async with played(broker.url, tmp_path, resumes_max_bytes=64 * KIB) as play:
+    async with (
+        brokers(replicas, tmp_path) as url,
+        played(url, tmp_path, replicas=replicas, resumes_max_bytes=64 * KIB) as play,
+    ):
         asked = await play.start(70, delay_ms=2_000)
         await play.full(topology.RESUMES)
         await play.closed_for(topology.RESUMES)
@@ -259,10 +264,15 @@ async def test_resumes(broker: Broker, tmp_path: Path) -> None:
             await play.service.ready()
 
 
-async def test_commands(broker: Broker, tmp_path: Path) -> None:
+@REPLICAS
+async def test_commands(tmp_path: Path, replicas: int) -> None:
     """Starts pile up: over half the command stream they are refused; those in it, and what lives, go on."""
     sizes = {"state_max_bytes": 64 * KIB, "commands_max_bytes": 64 * KIB}
-    async with played(broker.url, tmp_path, **sizes) as play, play.engine:
+    async with (
+        brokers(replicas, tmp_path) as url,
+        played(url, tmp_path, replicas=replicas, **sizes) as play,
+        play.engine,
+    ):
         waiting = await play.start(1, delay_ms=DAY_MS)
         asked = await play.start(20, delay_ms=300)
         await play.closed_for(topology.STATE_STREAM)
@@ -292,9 +302,14 @@ async def test_commands(broker: Broker, tmp_path: Path) -> None:
                 assert await play.desk.records_of(name_ref(name)) == 1
 
 
-async def test_snapshots(broker: Broker, tmp_path: Path) -> None:
+@REPLICAS
+async def test_snapshots(tmp_path: Path, replicas: int) -> None:
     """Large payloads fill their stream: starts wait until ends remove some, and no payload is left over."""
-    async with played(broker.url, tmp_path, snapshots_max_bytes=256 * KIB) as play, play.engine:
+    async with (
+        brokers(replicas, tmp_path) as url,
+        played(url, tmp_path, replicas=replicas, snapshots_max_bytes=256 * KIB) as play,
+        play.engine,
+    ):
         asked = await play.start(20, delay_ms=300, size=20_000)
         await play.closed_for(topology.SNAPSHOTS)
         await play.settle()
@@ -309,9 +324,14 @@ async def _empty(desk: Desk, stream: str) -> bool:
     return await desk.count(stream) == 0
 
 
-async def test_archive(broker: Broker, tmp_path: Path) -> None:
+@REPLICAS
+async def test_archive(tmp_path: Path, replicas: int) -> None:
     """A full archive: ends are accepted and wait for their records; a larger limit by `provision` mends all of it."""
-    async with played(broker.url, tmp_path, terminals_max_bytes=64 * KIB) as play, play.engine:
+    async with (
+        brokers(replicas, tmp_path) as url,
+        played(url, tmp_path, replicas=replicas, terminals_max_bytes=64 * KIB) as play,
+        play.engine,
+    ):
         asked = await play.start(150, delay_ms=DAY_MS)
         await play.settle()
         for name in asked:
@@ -322,7 +342,7 @@ async def test_archive(broker: Broker, tmp_path: Path) -> None:
         await play.settle()
         assert not accepted(held)
         assert await play.desk.count(topology.TERMINALS) < len(asked)
-        assert "widened" in await _raise(broker.url, "terminals", 4 * KIB * KIB)
+        assert "widened" in await _raise(url, "terminals", 4 * KIB * KIB)
         for name in asked:
             assert (await play.desk.ended(name_ref(name)))["status"] == "cancelled"
             assert await play.desk.records_of(name_ref(name)) == 1
@@ -330,7 +350,7 @@ async def test_archive(broker: Broker, tmp_path: Path) -> None:
         await play.service.ready()
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
+@REPLICAS
 async def test_account(tmp_path: Path, replicas: int) -> None:
     """Somebody else's stream fills the account: starts wait; full, nothing is lost; when it goes, all goes on."""
     sizes = {f"{name}_max_bytes": KIB * KIB for name in ("state", "snapshots", "commands", "resumes", "terminals")}
