@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from timer_service.embedded import EmbeddedBroker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+_FREEZE_S = 5.0
+
+
+def _stands(stat: Path) -> bool:
+    """Whether a thread is stopped, by its state letter behind the name in brackets."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (FileNotFoundError, ProcessLookupError):
+        return True  # the thread has ended meanwhile
 
 
 class Broker(EmbeddedBroker):
@@ -21,8 +34,13 @@ class Broker(EmbeddedBroker):
     """
 
     def pause(self) -> None:
-        """Freeze the server (SIGSTOP): connections stay open, nothing answers."""
+        """Freeze the server (SIGSTOP): connections stay open, nothing answers. Returns when every thread stands."""
         self._signal(signal.SIGSTOP)
+        deadline = time.monotonic() + _FREEZE_S
+        while not all(_stands(stat) for stat in Path(f"/proc/{self.pid}/task").glob("*/stat")):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"the server is not frozen within {_FREEZE_S} s")
+            time.sleep(0.001)
 
     def resume(self) -> None:
         """Let a frozen server go on (SIGCONT)."""
