@@ -21,6 +21,7 @@ from timer_service.domain.identity import TimerRef, is_timer_ref
 from timer_service.domain.model import Phase, Timer
 from timer_service.domain.summary import summary_of
 from timer_service.errors import BrokerError, UnreadableState
+from timer_service.jetstream.topology import KV_OPERATION_HEADER, STATE_PREFIX
 from timer_service.metrics import Metrics
 from timer_service.runtime.archived import Archived
 from timer_service.runtime.driver import Driver
@@ -29,8 +30,7 @@ from timer_service.runtime.recent import Recent
 from timer_service.runtime.tally import Tally
 from timer_service.wire.records import UnreadableRecord, decode_timer
 
-_STATE_PREFIX_LENGTH = len("$KV.DURABLE_TIMER_STATE.")
-_REMOVED_HEADER = "KV-Operation"
+_STATE_PREFIX_LENGTH = len(STATE_PREFIX)
 _CALM_LOOKS = 3
 """So many looks in a row without a foreign write, and the feed goes quiet."""
 _RETRY_S = 0.25
@@ -221,7 +221,7 @@ class Feed:
         if armed is not None and armed.revision >= change.seq:
             return
         self._forget_older(timer_ref, change.seq)
-        if _REMOVED_HEADER in (change.headers or {}):
+        if KV_OPERATION_HEADER in (change.headers or {}):
             self._removed(timer_ref, change.seq)
             return
         try:
@@ -275,7 +275,7 @@ class _Scan:
         self._feed._tally.read(change.seq)
         before = self._feed._driver.get(timer_ref)
         revision = 0 if before is None else before.revision
-        if _REMOVED_HEADER not in (change.headers or {}):
+        if KV_OPERATION_HEADER not in (change.headers or {}):
             self.seen.add(timer_ref)
         self._feed.take(change)
         if change.seq > self._accounted:

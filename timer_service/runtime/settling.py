@@ -11,12 +11,12 @@ from timer_service.domain.codes import Status
 from timer_service.domain.machine import Refused
 from timer_service.domain.model import AnyCommand, Cancel, Complete, Fail, Retry, Start, Timer
 from timer_service.errors import BrokerError
+from timer_service.jetstream.topology import REPLY_HEADER
 from timer_service.metrics import Metrics
 from timer_service.ports import Publicity
 from timer_service.wire.commands import BadCommand, Kind, subject_kind
 from timer_service.wire.records import Outcome, outcome_of, rejection_of
 
-REPLY_HEADER = "Durable-Timer-Reply"
 AGAIN_MS = 1_000
 _KINDS: dict[type[AnyCommand], Kind] = {
     Start: "start",

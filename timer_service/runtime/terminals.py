@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec.structs import replace
-
 from timer_service import events
 from timer_service.clock import Clock
 from timer_service.domain.model import Timer
@@ -110,8 +108,3 @@ class Terminals:
             await self._snapshots.delete(seq)
         except BrokerError as error:
             self._log.info(events.WORK_FAILED, step="snapshot", error=str(error))
-
-    @staticmethod
-    def as_former(timer: Timer, archive_seq: int) -> Timer:
-        """An ended timer as its next life sees it."""
-        return replace(timer, archive_seq=archive_seq)
