@@ -26,7 +26,7 @@ SETTINGS: dict[str, object] = {
     "policy_check_interval_ms": 500,
     "snapshot_grace_ms": 1_000,
 }
-HEALED_S = 15.0
+HEALED_S = 30.0
 HOUR_MS = 3_600_000
 LARGE = {"text": "x" * 1_500}
 

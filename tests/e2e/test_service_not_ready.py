@@ -267,7 +267,7 @@ async def test_a_clock_that_is_off_the_brokers(
     with Service(broker.url, tmp_path, **SETTINGS) as service:
         told = (await reasons(service, "clock_skew"))["clock"]
         off_ms = int(told.split("our clock is ")[1].split(" ms")[0])
-        assert abs(off_ms - offset_ms) < 150, told
+        assert abs(off_ms - offset_ms) < 400, told
         doctor = [str(program), "doctor", "--nats", broker.url, "--json"]
         done = await asyncio.to_thread(lambda: subprocess.run(doctor, capture_output=True, text=True))
         assert done.returncode == 1

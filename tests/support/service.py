@@ -64,7 +64,7 @@ def ref_of(key: dict[str, str]) -> TimerRef:
     return derive_timer_ref(LineageKey(**key))
 
 
-async def eventually(look: Callable[[], Any], within: float = 10.0, *, what: str = "", every: float = 0.02) -> Any:
+async def eventually(look: Callable[[], Any], within: float = 20.0, *, what: str = "", every: float = 0.02) -> Any:
     """Look again and again until the answer is truthy, and return it; AssertionError after ``within`` seconds."""
     deadline = time.monotonic() + within
     while True:
@@ -352,7 +352,7 @@ class Desk:
         message = await self.last(topology.TERMINALS, topology.terminal_subject(timer_ref))
         return None if message is None else json.loads(message.data or b"")
 
-    async def ended(self, timer_ref: str, within: float = 10.0) -> dict[str, Any]:
+    async def ended(self, timer_ref: str, within: float = 20.0) -> dict[str, Any]:
         """Wait until the timer has a terminal record and its entry is gone; returns the record."""
 
         async def look() -> dict[str, Any] | None:
@@ -534,7 +534,7 @@ class Engine:
         """What was read for a timer, oldest first."""
         return self._by_ref.get(timer_ref, [])
 
-    async def resume_of(self, timer_ref: str, generation: int = 0, within: float = 10.0) -> dict[str, Any]:
+    async def resume_of(self, timer_ref: str, generation: int = 0, within: float = 20.0) -> dict[str, Any]:
         """Wait for the resume of one occurrence."""
 
         def look() -> dict[str, Any] | None:
