@@ -2,6 +2,7 @@
 
     async with await TimerClient.connect("nats://127.0.0.1:4222") as timers:
         await timers.start({"name": "order-42"}, delay_ms=30 * 60_000, payload={"order": 42})
+        await timers.sleep("reminder-42", 24 * 3_600_000)  # over when it is over, however often this is started anew
 
 Every command is stored by the broker before a call returns, and by default its outcome is awaited too: then a
 rejection raises ``CommandRejected``. When the outcome does not come in time ``OutcomeUnknown`` is raised: the
@@ -11,9 +12,10 @@ command is stored and will be carried out; calling again with its ``command_id``
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
-from collections.abc import Mapping
-from datetime import datetime
+from collections.abc import AsyncIterator, Callable, Mapping
+from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, Literal
 
@@ -21,11 +23,14 @@ import msgspec
 
 from timer_service.domain.codes import Code, Status
 from timer_service.domain.identity import TimerRef, derive_timer_ref, is_timer_ref
+from timer_service.domain.model import JsonText
 from timer_service.errors import BrokerError, CommandRejected, NotStored, OutcomeUnknown, Unavailable
 from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.publish import Publisher
 from timer_service.jetstream.stores import JetStreamArchive, JetStreamSnapshots, JetStreamState
+from timer_service.ports import Stored
+from timer_service.sleeping import Sleep, SleepKey, delay_of, sleep_key
 from timer_service.wire.bodies import KeyBody
 from timer_service.wire.canonical import exact_json, strict_loads
 from timer_service.wire.commands import Kind, timer_key
@@ -290,16 +295,58 @@ class TimerClient:
 
         A payload that is kept beside the state is fetched too, unless ``payload`` is False.
         """
-        timer_ref = timer_ref_of(timer)
-        live = await JetStreamState(self._publisher, replicas=1, tombstone_ttl_s=0).get(timer_ref)
-        stored = live
-        if stored.timer is None:
-            stored = await JetStreamArchive(self._publisher, replicas=1).last(timer_ref)
+        stored = await self._stored(timer_ref_of(timer))
         if stored.timer is None:
             return None
         record = strict_loads(encode(stored.timer))
         assert isinstance(record, dict)
         if payload and stored.timer.snapshot_seq is not None:
-            text = await JetStreamSnapshots(self._publisher).get(stored.timer.snapshot_seq)
-            record["payload"] = strict_loads(bytes(text))
+            record["payload"] = strict_loads(bytes(await self._payload(stored.timer.snapshot_seq)))
         return record
+
+    async def _stored(self, timer_ref: TimerRef) -> Stored:
+        live = await JetStreamState(self._publisher, replicas=1, tombstone_ttl_s=0).get(timer_ref)
+        return live if live.timer is not None else await JetStreamArchive(self._publisher, replicas=1).last(timer_ref)
+
+    async def _payload(self, seq: int) -> JsonText:
+        return await JetStreamSnapshots(self._publisher).get(seq)
+
+    # -- waiting --------------------------------------------------------------------------------------------
+
+    async def sleep(self, key: SleepKey, duration: int | timedelta) -> None:
+        """Wait for ``duration`` (milliseconds, or a timedelta), whatever becomes of this process or the service.
+
+        The first call starts a timer under ``key``; calling again with the same key, here or elsewhere, picks up the
+        wait that is running, whatever duration it names, and returns at once when its time has passed. So it stays as
+        long as the archive remembers it: a step of a flow may be repeated, and a new wait needs a new key. A ``key``
+        that is a string is a name in the namespace ``sleep``; a key object may be that of any timer.
+
+        Cancelling the task that waits leaves the timer running. While the broker or the service is away it waits on.
+        Raises SleepInterrupted when the timer is cancelled or replaced, CommandRejected when the key is another timer's
+        (``conflict``, ``already_terminal``) or there is no room for one (``storage_full``), ValueError for a duration
+        outside of 1 ms to 100 years, and Forbidden or Unavailable when this connection can't be used for it.
+        """
+        timer = sleep_key(key)
+        await Sleep(self, timer_ref_of(timer), timer, delay_of(duration)).over()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection was closed for good."""
+        return self._connection.closed.is_set()
+
+    @contextlib.asynccontextmanager
+    async def watching(self, timer_ref: TimerRef, listener: Callable[[], None]) -> AsyncIterator[None]:
+        """Within the block ``listener`` is called when something was written for this timer, or may have been."""
+
+        async def heard(_: Any) -> None:
+            listener()
+
+        subscription = await self._connection.subscribe(topology.state_subject(timer_ref), heard)
+        self._connection.on_returned(listener)
+        try:
+            with contextlib.suppress(BrokerError):  # the broker is away: it hears of the subscription when it returns
+                await self._connection.flush()
+            yield
+        finally:
+            self._connection.forget(listener)
+            await self._connection.unsubscribe(subscription)

@@ -11,10 +11,14 @@ DurableTimerError
 │   └── RequestRefused       any other refusal, with the broker's code
 ├── UnreadableState          the stored state is corrupt or of a newer version; it is left as it is
 ├── EmbeddedServerMissing    no nats-server to embed (raised by ``embedded``)
+├── SchedulerError           what the in-process scheduler raises
+│   ├── SchedulerFull        no room for one more id
+│   └── AlreadyRunning       its ``run`` is under way
 └── ClientError              what ``TimerClient`` raises
     ├── CommandRejected      settled as rejected; ``code`` and ``outcome`` say why
     ├── OutcomeUnknown       stored, but no outcome came in time: repeat with the same command_id
-    └── NotStored            the broker did not take the command
+    ├── NotStored            the broker did not take the command
+    └── SleepInterrupted     the timer of a sleep was cancelled, replaced, or failed by hand
 """
 
 from __future__ import annotations
@@ -82,6 +86,18 @@ class UnreadableState(DurableTimerError):
         self.message = message
 
 
+class SchedulerError(DurableTimerError):
+    """What the in-process scheduler raises."""
+
+
+class SchedulerFull(SchedulerError):
+    """The scheduler holds as many ids as it may; nothing was changed. Replacing one of them is always possible."""
+
+
+class AlreadyRunning(SchedulerError):
+    """Somebody is in ``run`` of this queue or scheduler; there is one at a time."""
+
+
 class ClientError(DurableTimerError):
     """What ``TimerClient`` raises."""
 
@@ -109,3 +125,16 @@ class OutcomeUnknown(ClientError):
 
 class NotStored(ClientError):
     """The broker did not take the command; repeating it with the same ``command_id`` is safe."""
+
+
+class SleepInterrupted(ClientError):
+    """The timer of a sleep ended otherwise than by its time: ``status`` is ``cancelled``, ``failed`` or ``replaced``.
+
+    ``reason`` is what the cancel or fail said, None when it said nothing.
+    """
+
+    def __init__(self, timer_ref: str, status: str, reason: str | None) -> None:
+        super().__init__(f"the sleep {timer_ref} was {status}" + (f": {reason}" if reason else ""))
+        self.timer_ref = timer_ref
+        self.status = str(status)
+        self.reason = reason

@@ -205,6 +205,14 @@ class Connection:
         """A plain subscription without limits of its own: those who ask for messages bound what is on its way."""
         return await self.client.subscribe(subject, cb=callback, pending_msgs_limit=0, pending_bytes_limit=0)
 
+    async def unsubscribe(self, subscription: Any) -> None:
+        """End a subscription; one that ended with its connection is left as it is."""
+        if self._client is not None and not self._client.is_closed:
+            try:
+                await subscription.unsubscribe()
+            except (nats.errors.Error, OSError) as error:
+                self.last_error = str(error)  # it is not repeated after a reconnect either way
+
     async def subscribe_again(self) -> None:
         """Try the subscriptions anew that the broker has refused; those it has stay as they are. Raises Unavailable."""
         if self._client is not None:
