@@ -19,8 +19,25 @@ A resume is handed to its handler at least once; a crash between the handler's e
 repeats it under the same ``resume_id``. Once an answer is stored, the handler does not see that resume again.
 """
 
+from notify_consumer.actions import Effect, TimedAction, TimerScheduler, action
 from notify_consumer.answers import Answer, Done, Fail, Retry, done, fail, retry
+from notify_consumer.context import Context
 from notify_consumer.handlers import Handlers
 from notify_consumer.resume import Resume
 
-__all__ = ["Answer", "Done", "Fail", "Handlers", "Resume", "Retry", "done", "fail", "retry"]
+__all__ = [
+    "Answer",
+    "Context",
+    "Done",
+    "Effect",
+    "Fail",
+    "Handlers",
+    "Resume",
+    "Retry",
+    "TimedAction",
+    "TimerScheduler",
+    "action",
+    "done",
+    "fail",
+    "retry",
+]

@@ -6,7 +6,8 @@ DurableTimerError
     │   ├── OutboxUnavailable   the store does not answer, is locked or unreadable: try again later
     │   └── LeaseLost           the claim is no longer this owner's: nothing was written
     ├── UnreadableResume        a message that is no resume; ``resume_id`` when it names one
-    ├── HandlerFailed           a handler raised, or answered with what is no answer
+    ├── HandlerFailed           a handler raised, took too long, or answered with what is no answer
+    ├── HandoffRefused          a hand-off that no repetition would make good
     └── BadSetting              a setting that can't be used, for the person who gave it
 """
 
@@ -45,6 +46,10 @@ class UnreadableResume(NotifyConsumerError):
 
 class HandlerFailed(NotifyConsumerError):
     """A hand-off without an answer; the text is kept in the row."""
+
+
+class HandoffRefused(NotifyConsumerError):
+    """The payload fits no handler as it is: the row goes to the dead state, with the text as the reason."""
 
 
 class BadSetting(NotifyConsumerError):

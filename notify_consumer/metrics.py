@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -32,12 +33,23 @@ class Metrics:
             registry=self.registry,
         )
 
+        self._ran = Histogram(
+            "notify_consumer_handler_seconds",
+            "How long handlers ran, whatever came of it",
+            buckets=_BUCKETS,
+            registry=self.registry,
+        )
+
+    def running(self) -> AbstractContextManager[object]:
+        """Measures what is within: one call of a handler."""
+        return self._ran.time()
+
     def resumes(self, result: str, count: int = 1) -> None:
         """``new``, ``repeated`` or ``unreadable``."""
         self._resumes.labels(result).inc(count)
 
     def handoff(self, result: str) -> None:
-        """``done``, ``retry``, ``fail`` or ``error``."""
+        """``complete``, ``retry``, ``fail``, ``error``, or ``refused`` for a payload that fits no handler."""
         self._handoffs.labels(result).inc()
 
     def feedback(self, kind: str, result: str) -> None:

@@ -205,6 +205,8 @@ class Relay:
 
     async def _drain(self) -> None:
         """Let what is under way finish within the grace; end the rest."""
+        for run in self._runs.values():
+            run.deadline.stop(self._policy.grace_ms)
         if late := await _unfinished(self._runs, self._policy.grace_ms / 1000):
             for run in late:
                 run.cut_off()

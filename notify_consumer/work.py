@@ -14,7 +14,15 @@ from typing import TypeVar, assert_never
 from notify_consumer import events
 from notify_consumer.answers import Answer, feedback_of
 from notify_consumer.calls import Call
-from notify_consumer.errors import HandlerFailed, LeaseLost, OutboxError, OutboxUnavailable, UnreadableResume
+from notify_consumer.context import Context, Deadline
+from notify_consumer.errors import (
+    HandlerFailed,
+    HandoffRefused,
+    LeaseLost,
+    OutboxError,
+    OutboxUnavailable,
+    UnreadableResume,
+)
 from notify_consumer.feedback import FeedbackSender, Refused, Settled, Unheard, tell
 from notify_consumer.handlers import Handlers
 from notify_consumer.metrics import Metrics
@@ -36,6 +44,7 @@ class Run:
         self.claim = claim
         self.sending = claim.feedback is not None
         self.call: Call | None = None
+        self.deadline = Deadline()
         self.lost = False
         self.stopping = False
         self.task: asyncio.Task[None] | None = None
@@ -114,6 +123,10 @@ class Worker:
         except UnreadableResume as error:
             await self._kill(claim, f"unreadable: {error}")
             return False
+        except HandoffRefused as error:
+            self._metrics.handoff("refused")
+            await self._kill(claim, str(error)[:_ERROR_CHARS])
+            return False
         except HandlerFailed as failure:
             await self._failed(claim, failure)
             return False
@@ -121,11 +134,14 @@ class Worker:
         return True
 
     async def _call(self, run: Run, resume: Resume) -> Answer:
-        function = self._handlers.find(resume)
-        if function is None:
-            raise HandlerFailed(f"no handler for {run.claim.flow}: register one, or a default")
-        run.call = Call(function, resume)
-        return await run.call.run()
+        claim = run.claim
+        handler = self._handlers.find(resume)
+        if handler is None:
+            raise HandlerFailed(f"no handler for {claim.flow}: register one, or a default")
+        context = Context(resume, flow=claim.flow, attempt=claim.attempts, deadline=run.deadline)
+        run.call = Call(handler, context)
+        with self._metrics.running():
+            return await run.call.run()
 
     async def _store(self, run: Run, resume: Resume, answer: Answer) -> None:
         claim, feedback = run.claim, feedback_of(resume, answer)
@@ -209,16 +225,16 @@ class Worker:
             await self.hand_back(run)
 
     async def hand_back(self, run: Run) -> None:
-        """Give the row back at the end of the process. Where a handler may still run the lease is left alone."""
+        """Give the row back at the end of the process, as if it had not been claimed: being cut off is no failure.
+
+        Where a handler may still run the lease is left alone.
+        """
         claim = run.claim
         if not run.ended:
             self._log.warning(events.HANDOFF_CUT_OFF, resume_id=claim.resume_id, flow=claim.flow)
             return
         try:
-            if run.call is None or run.sending:
-                await self._outbox.release(claim)
-            else:
-                await self._outbox.back_off(claim, 0, "cut off when the process stopped")
+            await self._outbox.release(claim)
         except OutboxError as error:
             self._log.warning(events.HANDOFF_CUT_OFF, resume_id=claim.resume_id, error=str(error))
 

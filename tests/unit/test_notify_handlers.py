@@ -14,7 +14,9 @@ import pytest
 from notify_consumer import Done, Fail, Handlers, Resume, Retry, done, fail, retry
 from notify_consumer.answers import feedback_of
 from notify_consumer.calls import Call
+from notify_consumer.context import Context
 from notify_consumer.errors import HandlerFailed, UnreadableResume
+from notify_consumer.handler import Handler
 from notify_consumer.resume import read_resume
 from tests.support.notify import resume_body, resume_bytes, until
 from timer_service.domain.model import MAX_DELAY_MS, MAX_DUE_MS
@@ -36,7 +38,7 @@ def named(name: str) -> Any:
 
 def chosen(handlers: Handlers, *args: Any, **fields: Any) -> str | None:
     found = handlers.find(resume(*args, **fields))
-    return None if found is None else str(getattr(found, "__name__", found))
+    return None if found is None else str(getattr(found.function, "__name__", found))
 
 
 # -- choosing ---------------------------------------------------------------------------------------------------
@@ -260,8 +262,13 @@ def test_an_answer_becomes_a_command_of_the_contract(answer: Any, kind: str, mor
 # -- calling ----------------------------------------------------------------------------------------------------
 
 
-async def call(function: Any) -> Any:
-    return await Call(function, resume()).run()
+def call_of(function: Any, **options: Any) -> Call:
+    handler = Handler(function, **options)
+    return Call(handler, Context(resume(), flow="x", attempt=1))
+
+
+async def call(function: Any, **options: Any) -> Any:
+    return await call_of(function, **options).run()
 
 
 async def test_async_and_plain_functions_answer() -> None:
@@ -358,7 +365,7 @@ async def test_cancelling_a_call_cancels_its_handler() -> None:
             await asyncio.sleep(0)
             cleaned.append(1)
 
-    attempt = Call(handler, resume())
+    attempt = call_of(handler)
     running = asyncio.create_task(attempt.run())
     await started.wait()
     assert not attempt.ended
@@ -377,7 +384,7 @@ async def test_a_thread_goes_on_after_a_cancel_and_is_known_to() -> None:
         started.set()
         release.wait()
 
-    attempt = Call(handler, resume())
+    attempt = call_of(handler)
     running = asyncio.create_task(attempt.run())
     await until(started.is_set)
     running.cancel()

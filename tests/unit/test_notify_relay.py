@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from notify_consumer import Handlers, Resume, done, fail, retry
+from notify_consumer import Context, Handlers, Resume, done, fail, retry
 from notify_consumer.errors import OutboxUnavailable
 from notify_consumer.outbox.base import Outbox, Row, State
 from notify_consumer.policy import Policy
@@ -739,20 +739,25 @@ async def test_draining_keeps_leases(stage: Stage) -> None:
 
 
 async def test_after_the_grace_the_rest_is_given_back(stage: Stage) -> None:
-    """A handler that does not end within the grace is cancelled, and its row can be claimed at once."""
-    never = asyncio.Event()
+    """A handler that does not end within the grace is cancelled. Its row can be claimed at once: that is no failure,
+    so it counts as no attempt."""
+    never, ended = asyncio.Event(), []
 
     @stage.handlers.default
-    async def handler(resume: Resume) -> None:
-        await never.wait()
+    async def handler(resume: Resume, context: Context) -> None:
+        try:
+            await never.wait()
+        except asyncio.CancelledError:
+            ended.append(("cancelled", context.stopping))
+            raise
 
-    relay = stage.start(Policy(grace_ms=10))
+    relay = stage.start(Policy(grace_ms=10, max_attempts=1))
     await stage.put("a")
     await until(lambda: relay.handling)
     await stage.stop(relay)
+    assert ended == [("cancelled", True)]
     row = await stage.row()
-    assert (row.state, row.owner, row.attempts) == (State.PENDING, None, 1)
-    assert "cut off" in (row.last_error or "")
+    assert (row.state, row.owner, row.attempts, row.last_error) == (State.PENDING, None, 0, None)
     assert "x" in (await stage.outbox.survey(1)).lanes
     assert not relay.stuck
 
