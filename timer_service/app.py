@@ -39,6 +39,7 @@ from timer_service.runtime.commands import CommandService
 from timer_service.runtime.driver import Driver
 from timer_service.runtime.feed import Feed
 from timer_service.runtime.lanes import Lanes
+from timer_service.runtime.leftovers import Leftovers
 from timer_service.runtime.problems import Problems
 from timer_service.runtime.recent import Recent
 from timer_service.runtime.reconciler import Reconciler
@@ -163,6 +164,7 @@ class App:
             log,
             interval_ms=settings.reconcile_interval_ms,
             snapshot_grace_ms=settings.snapshot_grace_ms,
+            leftovers=Leftovers(state, archive, JetStreamResumes(publisher), driver, metrics, log),
         )
         wakes = WakeService(clock, state, resumes, driver, lanes, recent, problems, metrics, log)
         self.command_loop = self._pull(topology.COMMAND_SERVICE, self.commands.handle)

@@ -102,6 +102,14 @@ class Resumes(Protocol):
         """Whether an earlier message of this resume is still in the stream; ``seq`` is its place, if known."""
         ...
 
+    async def unread(self) -> dict[str, int]:
+        """The place of every resume that stands in the stream now, by ``resume_id``. Raises BrokerError."""
+        ...
+
+    async def drop(self, seq: int) -> None:
+        """Take the message at this place out of the stream; where it is not any more, nothing happens."""
+        ...
+
 
 class Wakes(Protocol):
     """The driver's way to whichever replica takes a timer on."""

@@ -22,7 +22,7 @@ import msgspec
 from timer_service.domain.identity import TimerRef
 from timer_service.domain.model import JsonText, Timer, Wake
 from timer_service.errors import BrokerError, NotFound, UnreadableState, WrongRevision
-from timer_service.ports import Stored
+from timer_service.ports import Fill, Schedule, ScheduleStream, Stored
 from timer_service.wire.records import (
     Outcome,
     Rejection,
@@ -204,6 +204,12 @@ class MemoryResumes(_Trouble):
     async def stands(self, resume_id: str, seq: int | None) -> bool:
         return await self._do(lambda: self._stands(resume_id, seq))
 
+    async def unread(self) -> dict[str, int]:
+        return await self._do(lambda: {decode_resume(data).resume_id: seq for seq, data in self._queue.items()})
+
+    async def drop(self, seq: int) -> None:
+        await self._do(lambda: self._queue.pop(seq, None))
+
     def standing(self) -> list[Resume]:
         """What stands unread, in order."""
         return [decode_resume(data) for data in self._queue.values()]
@@ -245,6 +251,61 @@ class MemoryWakes(_Trouble):
     def _publish(self, wake: Wake) -> None:
         self.published.append(wake)
         self.on_wake(wake)
+
+
+class MemorySchedules(_Trouble):
+    """``Schedules`` in memory. ``on_put`` may set an alarm that calls ``fire`` with what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.standing_now: dict[str, tuple[Schedule, bytes]] = {}
+        self.created = "first"
+        self.fill = Fill(0, 0)
+        self.on_put: Callable[[TimerRef, Schedule], object] = lambda _ref, _schedule: None
+        self._seq = 0
+
+    async def put(self, timer_ref: TimerRef, generation: int, at_ms: int, revision: int) -> int:
+        wake = encode_wake(Wake(timer_ref, generation, None, revision))
+        return await self._do(lambda: self._put(timer_ref, generation, at_ms, wake))
+
+    async def find(self, timer_ref: TimerRef) -> Schedule | None:
+        return await self._do(lambda: self.standing_now.get(timer_ref, (None, b""))[0])
+
+    async def drop(self, seq: int) -> bool:
+        return await self._do(lambda: self._drop(seq))
+
+    async def standing(self) -> dict[str, Schedule]:
+        return await self._do(lambda: {ref: schedule for ref, (schedule, _) in self.standing_now.items()})
+
+    async def look(self) -> ScheduleStream:
+        return await self._do(lambda: ScheduleStream(self.created, self._seq, self.fill))
+
+    def fire(self, timer_ref: TimerRef, seq: int) -> bytes | None:
+        """Take a schedule that still stands away; returns the wake that is in it."""
+        schedule, wake = self.standing_now.get(timer_ref, (None, b""))
+        if schedule is None or schedule.seq != seq:
+            return None
+        del self.standing_now[timer_ref]
+        return wake
+
+    def lose(self, *, anew: bool) -> None:
+        """All schedules are gone: purged by hand, or with the stream, which was made ``anew``."""
+        self.standing_now.clear()
+        if anew:
+            self.created, self._seq = f"{self.created} again", 0
+
+    def _put(self, timer_ref: TimerRef, generation: int, at_ms: int, wake: bytes) -> int:
+        self._seq += 1
+        schedule = Schedule(self._seq, generation, at_ms)
+        self.standing_now[timer_ref] = (schedule, wake)
+        self.on_put(timer_ref, schedule)
+        return self._seq
+
+    def _drop(self, seq: int) -> bool:
+        found = [ref for ref, (schedule, _) in self.standing_now.items() if schedule.seq == seq]
+        for timer_ref in found:
+            del self.standing_now[timer_ref]
+        return bool(found)
 
 
 class MemoryPublicity(_Trouble):

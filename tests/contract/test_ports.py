@@ -512,6 +512,20 @@ async def test_any_attempt_counts_as_standing(ports: Ports):
     await ports.take_resume(second)
 
 
+async def test_what_stands_unread_can_be_looked_at_and_dropped(ports: Ports):
+    """Each resume with its place; dropping one leaves the others, and dropping it again does nothing."""
+    one, other = resume(), resume()
+    seqs = {each.resume_id: await ports.resumes.publish(each, 0) for each in (one, other)}
+    assert (await ports.another_process().unread()).items() >= seqs.items()
+    for _ in range(2):
+        await ports.resumes.drop(seqs[one.resume_id])
+    unread = await ports.resumes.unread()
+    assert one.resume_id not in unread
+    assert unread[other.resume_id] == seqs[other.resume_id]
+    await ports.take_resume(seqs[other.resume_id])
+    assert not (await ports.resumes.unread()).keys() & seqs.keys()
+
+
 # ── wakes and publicity ─────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -287,6 +287,7 @@ async def test_an_account_that_is_too_small_is_named(empty: GuardedBroker, conne
         (f"$JS.API.DIRECT.GET.{STATE}.$KV.DURABLE_TIMER_STATE.>", STATE),
         (f"$JS.API.DIRECT.GET.{SNAPSHOTS}", SNAPSHOTS),
         (f"$JS.API.STREAM.MSG.DELETE.{SNAPSHOTS}", SNAPSHOTS),
+        (f"$JS.API.STREAM.MSG.DELETE.{RESUMES}", RESUMES),
         (f"$JS.API.STREAM.INFO.{RESUMES}", RESUMES),
         ("$JS.API.INFO", "account"),
     ],

@@ -44,6 +44,7 @@ REQUESTS = (
     f"$JS.API.DIRECT.GET.{topology.SNAPSHOTS}",
     f"$JS.API.DIRECT.GET.{topology.RESUMES}",
     f"$JS.API.STREAM.MSG.DELETE.{topology.SNAPSHOTS}",
+    f"$JS.API.STREAM.MSG.DELETE.{topology.RESUMES}",
 )
 """What it reads, settles and deletes by."""
 

@@ -156,11 +156,16 @@ class JetStreamSnapshots:
         return JsonText(message.data)
 
     async def delete(self, seq: int) -> None:
-        try:
-            await self._publisher.api(f"STREAM.MSG.DELETE.{topology.SNAPSHOTS}", {"seq": seq, "no_erase": True})
-        except BrokerError as error:
-            if not _names_no_message(error):
-                raise
+        await _delete(self._publisher, topology.SNAPSHOTS, seq)
+
+
+async def _delete(publisher: Publisher, stream: str, seq: int) -> None:
+    """Remove one message; what is not there any more needs no removal."""
+    try:
+        await publisher.api(f"STREAM.MSG.DELETE.{stream}", {"seq": seq, "no_erase": True})
+    except BrokerError as error:
+        if not _names_no_message(error):
+            raise
 
 
 def _names_no_message(error: BrokerError) -> bool:
@@ -189,6 +194,12 @@ class JetStreamResumes:
                 return False
         message = await self._publisher.direct_get_seq(topology.RESUMES, seq)
         return message is not None and _resume_id(message) == resume_id
+
+    async def unread(self) -> dict[str, int]:
+        return await self._read_standing()
+
+    async def drop(self, seq: int) -> None:
+        await _delete(self._publisher, topology.RESUMES, seq)
 
     async def _all_standing(self) -> dict[str, int]:
         """What stands in the stream, by resume id: read once for all who ask within a few seconds.

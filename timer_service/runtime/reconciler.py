@@ -17,6 +17,7 @@ from timer_service.ports import StreamState
 from timer_service.runtime.driver import Armed, Driver
 from timer_service.runtime.feed import Feed
 from timer_service.runtime.lanes import Lanes
+from timer_service.runtime.leftovers import Leftovers
 from timer_service.runtime.problems import Problems
 from timer_service.runtime.resumes import DUPLICATE_WINDOW_MS, ResumeService
 from timer_service.runtime.terminals import Terminals
@@ -54,6 +55,7 @@ class Reconciler:
         *,
         interval_ms: int,
         snapshot_grace_ms: int,
+        leftovers: Leftovers | None = None,
     ) -> None:
         self._clock = clock
         self._feed = feed
@@ -68,6 +70,7 @@ class Reconciler:
         self._log = log
         self._interval_ms = interval_ms
         self._grace_ms = snapshot_grace_ms
+        self._leftovers = leftovers
         self._created = ""
         self._owed: str | None = None
         self._hint = asyncio.Event()
@@ -148,7 +151,10 @@ class Reconciler:
         self._log.info(events.SCAN_FINISHED, repairs=repairs, armed=len(self._driver))
 
     async def _sweep(self) -> None:
-        """Snapshots that lost a race, or whose removal a crash prevented; what an unreadable state needs, stays."""
+        """Snapshots that lost a race, or whose removal a crash prevented; what an unreadable state needs, stays.
+
+        And resumes whose occurrence was answered before anybody read them.
+        """
         referred = {armed.snapshot_seq for armed in self._driver.armed() if armed.snapshot_seq}
         try:
             swept = await self._sweeper.sweep(referred, self._problems.known(), self._grace_ms)
@@ -157,3 +163,5 @@ class Reconciler:
             return
         for _ in range(swept):
             self._metrics.repair("snapshot_unreferenced")
+        if self._leftovers is not None:
+            await self._leftovers.sweep()
