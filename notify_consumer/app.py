@@ -22,6 +22,7 @@ from notify_consumer.metrics import Metrics
 from notify_consumer.outbox import make_outbox
 from notify_consumer.outbox.base import State
 from notify_consumer.relay import Relay
+from notify_consumer.retention import kept_ms
 from timer_service.client import TimerClient
 from timer_service.config import split_address
 from timer_service.http import HttpServer, Readiness, Reason
@@ -59,7 +60,12 @@ class App:
             self.outbox, handlers, self.client, owner=owner, policy=settings.policy, metrics=self.metrics
         )
         self.consumer = ResumeConsumer(
-            self.connection, self.outbox, handlers, on_rows=self.relay.wake, metrics=self.metrics
+            self.connection,
+            self.outbox,
+            handlers,
+            on_rows=self.relay.wake,
+            on_unavailable=self.relay.say_unavailable,
+            metrics=self.metrics,
         )
         host, port = split_address(settings.http)
         self.http = HttpServer(host, port, ready=self.readiness, registry=self.metrics.registry)
@@ -152,9 +158,10 @@ class App:
         while True:
             if self._outbox_error is None:
                 with contextlib.suppress(OutboxUnavailable):  # so the next time
-                    removed = await self.outbox.prune_done(self._settings.keep_done_s * 1000)
-                    self._log.info(events.OUTBOX_PRUNED, removed=removed)
-            await asyncio.sleep(PRUNE_S)
+                    older_than_ms = await kept_ms(self.connection, self._settings.keep_done_s * 1000)
+                    removed = await self.outbox.prune_done(older_than_ms)
+                    self._log.info(events.OUTBOX_PRUNED, removed=removed, older_than_ms=older_than_ms)
+            await asyncio.sleep(PRUNE_S if self._outbox_error is None else RETRY_S)
 
     # -- readiness ----------------------------------------------------------------------------------------
 

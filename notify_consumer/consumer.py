@@ -36,7 +36,8 @@ _ERROR_CHARS = 500
 
 
 class ResumeConsumer:
-    """Reads ``NOTIFY_TRIGGERS_DURABLE_TIMER_RESUME``; creates it when missing. ``on_rows``: there is work."""
+    """Reads ``NOTIFY_TRIGGERS_DURABLE_TIMER_RESUME``; creates it when missing. ``on_rows``: there is work;
+    ``on_unavailable``: why none of it could be put into the outbox."""
 
     def __init__(
         self,
@@ -45,12 +46,14 @@ class ResumeConsumer:
         handlers: Handlers,
         *,
         on_rows: Callable[[], None],
+        on_unavailable: Callable[[str], None],
         metrics: Metrics | None = None,
     ) -> None:
         self._connection = connection
         self._outbox = outbox
         self._handlers = handlers
         self._on_rows = on_rows
+        self._on_unavailable = on_unavailable
         self._metrics = metrics or Metrics()
         self._log = get_logger()
         self._arrived = asyncio.Event()
@@ -157,13 +160,14 @@ class ResumeConsumer:
             again = await self._outbox.requeue_feedback(sorted(known)) if known else set()
         except OutboxUnavailable as error:
             self._log.warning(events.OUTBOX_UNAVAILABLE, error=str(error), resumes=len(deliveries))
+            self._on_unavailable(str(error))
             for delivery in deliveries:
                 await delivery.nak(REDELIVER_MS)
             return
+        self._on_rows()
         for delivery in deliveries:
             await delivery.ack()
         self._tell(rows, new, again)
-        self._on_rows()
 
     def _row(self, delivery: Delivery) -> NewRow | None:
         try:

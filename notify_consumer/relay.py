@@ -13,7 +13,7 @@ from collections import Counter
 
 from notify_consumer import events
 from notify_consumer.errors import OutboxUnavailable
-from notify_consumer.fairness import allot
+from notify_consumer.fairness import Shares
 from notify_consumer.feedback import FeedbackSender
 from notify_consumer.handlers import Handlers
 from notify_consumer.metrics import Metrics
@@ -23,6 +23,8 @@ from notify_consumer.work import RETRY_S, Run, Worker
 from timer_service.logs import get_logger
 
 POLL_S = 1.0
+# Thousands of backoffs that end one after the other must not mean as many looks at the outbox.
+LEAST_PAUSE_S = 0.02
 SENDING_LIMIT = 128
 _CUT_OFF_S = 3.0
 
@@ -50,6 +52,7 @@ class Relay:
         self._woken = asyncio.Event()
         self._stopping = False
         self._renewed_at = 0.0
+        self._shares = Shares(policy.concurrency)
         self._worker = Worker(
             outbox,
             handlers,
@@ -57,7 +60,8 @@ class Relay:
             policy=policy,
             metrics=self._metrics,
             may_send=lambda: self.sending <= SENDING_LIMIT,
-            answered=self.wake,
+            answered=self._freed,
+            unavailable=self.say_unavailable,
         )
         self.unavailable: str | None = None
         """Why the outbox can't be used at present, None while it can."""
@@ -65,6 +69,10 @@ class Relay:
     def wake(self) -> None:
         """There may be something to claim: look at once."""
         self._woken.set()
+
+    def say_unavailable(self, reason: str) -> None:
+        """Somebody could not write to the outbox: so it stays ``unavailable`` until the relay can."""
+        self._report(reason)
 
     def stop(self) -> None:
         """Claim nothing more. ``run`` ends within the grace; what still runs then is handed back."""
@@ -106,8 +114,8 @@ class Relay:
         if self.handling >= self._policy.concurrency and self.sending >= SENDING_LIMIT:
             return POLL_S
         try:
-            if self._overdue():
-                await self._renew()
+            if self._overdue() or self.unavailable is not None:
+                await self._renew()  # where writing failed: a look may work while a write does not
             survey = await self._outbox.survey(max(self._policy.concurrency, SENDING_LIMIT))
             wanted = self._wanted(survey)
             claims = await self._claim(wanted) if wanted else []
@@ -123,7 +131,7 @@ class Relay:
         lanes = dict(survey.lanes)
         answered = lanes.pop(FEEDBACK_LANE, None)
         held = Counter(run.claim.lane for run in self._runs.values() if not run.sending)
-        wanted = allot(lanes, held, self._policy.concurrency - self.handling)
+        wanted = self._shares.allot(lanes, held, self._policy.concurrency - self.handling)
         room = SENDING_LIMIT - self.sending
         if answered is not None and room > 0:
             wanted[FEEDBACK_LANE] = min(answered.count, room)
@@ -141,6 +149,9 @@ class Relay:
             self._renewed_at = asyncio.get_running_loop().time()
         former = self._runs.get(claim.resume_id)
         run = self._runs[claim.resume_id] = Run(claim)
+        run.begun_at = asyncio.get_running_loop().time()
+        if not run.sending:
+            self._shares.begun(run.lane)
         run.task = asyncio.create_task(self._work(run, former), name=f"relay.{claim.resume_id}")
         self._metrics.claimed(claim.waited_ms)
 
@@ -156,7 +167,15 @@ class Relay:
                 del self._runs[run.claim.resume_id]
             if not run.ended:
                 self._leftover = [each for each in (*self._leftover, run) if not each.ended]
-            self.wake()
+            if run.sending:
+                self.wake()
+            else:
+                self._freed(run)
+
+    def _freed(self, run: Run) -> None:
+        """The hand-off is over, and another may have its slot."""
+        self._shares.ended(run.lane, asyncio.get_running_loop().time() - run.begun_at)
+        self.wake()
 
     async def _pause(self, seconds: float) -> None:
         if seconds and not self._stopping:
@@ -193,7 +212,7 @@ class Relay:
 
     async def _renew(self) -> None:
         runs, begun_at = dict(self._runs), asyncio.get_running_loop().time()
-        if not runs:
+        if not runs and self.unavailable is None:
             return
         lost = await self._outbox.renew([run.claim for run in runs.values()], self._policy.lease_ms)
         self._renewed_at = begun_at
@@ -222,4 +241,4 @@ async def _unfinished(runs: dict[str, Run], timeout_s: float) -> list[Run]:
 
 
 def _seconds(survey: Survey) -> float:
-    return POLL_S if survey.next_in_ms is None else min(survey.next_in_ms / 1000, POLL_S)
+    return POLL_S if survey.next_in_ms is None else min(max(survey.next_in_ms / 1000, LEAST_PAUSE_S), POLL_S)

@@ -42,6 +42,8 @@ class Run:
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
+        self.lane = claim.lane
+        self.begun_at = 0.0
         self.sending = claim.feedback is not None
         self.call: Call | None = None
         self.deadline = Deadline()
@@ -74,7 +76,8 @@ class Run:
 
 
 class Worker:
-    """Does the work on claims; any number at a time. ``may_send`` says whether a slot for sending is free."""
+    """Does the work on claims; any number at a time. ``may_send`` says whether a slot for sending is free;
+    ``answered`` hears of each answer that is stored, ``unavailable`` why a write to the outbox failed."""
 
     def __init__(
         self,
@@ -85,7 +88,8 @@ class Worker:
         policy: Policy,
         metrics: Metrics,
         may_send: Callable[[], bool],
-        answered: Callable[[], None],
+        answered: Callable[[Run], None],
+        unavailable: Callable[[str], None],
     ) -> None:
         self._outbox = outbox
         self._handlers = handlers
@@ -94,6 +98,7 @@ class Worker:
         self._metrics = metrics
         self._may_send = may_send
         self._answered = answered
+        self._unavailable = unavailable
         self._log = get_logger()
 
     async def work(self, run: Run) -> None:
@@ -147,7 +152,7 @@ class Worker:
         claim, feedback = run.claim, feedback_of(resume, answer)
         run.claim = await self._persist(lambda: self._outbox.store_outcome(claim, feedback))
         run.sending = True
-        self._answered()
+        self._answered(run)
         self._metrics.handoff(feedback.kind)
         self._log.info(
             events.HANDOFF_FINISHED,
@@ -244,5 +249,5 @@ class Worker:
             try:
                 return await write()
             except OutboxUnavailable as error:
-                self._log.warning(events.OUTBOX_UNAVAILABLE, error=str(error))
+                self._unavailable(str(error))
                 await asyncio.sleep(RETRY_S)
