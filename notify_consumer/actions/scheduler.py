@@ -8,6 +8,9 @@ from typing import Any, Literal, Protocol
 
 from notify_consumer.actions.definition import Deferred
 from notify_consumer.actions.dispatch import NAMESPACE
+from timer_service.domain.model import MAX_DELAY_MS
+
+_MILLISECOND = timedelta(milliseconds=1)
 
 
 class Timers(Protocol):
@@ -39,6 +42,7 @@ class TimerScheduler:
 
     async def create_single_timer(self, name: str, delay: timedelta | int, call: Deferred) -> None:
         """Have ``call`` made once ``delay`` has passed (an int is milliseconds; at least 1, at most 100 years).
+        Raises ValueError for another delay.
 
         A timer of that name is replaced in one step, also one whose call is being made or waits to be repeated:
         the former argument is not tried again.
@@ -68,4 +72,7 @@ def _key(name: str) -> dict[str, str]:
 
 def _ms(delay: timedelta | int) -> int:
     """Milliseconds; parts of one round up, so that nothing is early."""
-    return -(-delay // timedelta(milliseconds=1)) if isinstance(delay, timedelta) else delay
+    delay_ms = -(-delay // _MILLISECOND) if isinstance(delay, timedelta) else delay
+    if type(delay_ms) is not int or not 1 <= delay_ms <= MAX_DELAY_MS:
+        raise ValueError(f"a delay is a timedelta, or milliseconds, of 1 to {MAX_DELAY_MS} ms, not {delay!r}")
+    return delay_ms
