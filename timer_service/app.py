@@ -21,6 +21,7 @@ from timer_service.jetstream.consume import PullLoop
 from timer_service.jetstream.follow import Follower
 from timer_service.jetstream.provision import Provisioner
 from timer_service.jetstream.publish import Publisher
+from timer_service.jetstream.schedules import JetStreamSchedules
 from timer_service.jetstream.stores import (
     JetStreamArchive,
     JetStreamPublicity,
@@ -40,6 +41,7 @@ from timer_service.runtime.driver import Driver
 from timer_service.runtime.feed import Feed
 from timer_service.runtime.lanes import Lanes
 from timer_service.runtime.leftovers import Leftovers
+from timer_service.runtime.native import NativeWaits
 from timer_service.runtime.problems import Problems
 from timer_service.runtime.recent import Recent
 from timer_service.runtime.reconciler import Reconciler
@@ -87,7 +89,7 @@ class App:
         self.monitor = Monitor(
             settings,
             self.connection,
-            Provisioner(self.connection, settings.sizes),
+            Provisioner(self.connection, settings.sizes, native=settings.driver == "native"),
             self.watch,
             self.admission,
             self.metrics,
@@ -107,9 +109,15 @@ class App:
         state = JetStreamState(publisher, replicas=settings.replicas, tombstone_ttl_s=settings.tombstone_ttl_s)
         archive = JetStreamArchive(publisher, replicas=settings.replicas)
         snapshots = JetStreamSnapshots(publisher)
-        self.driver = driver = Driver(
-            clock, JetStreamWakes(publisher), metrics, log, resume_timeout_ms=settings.resume_timeout_ms
-        )
+        wake_subjects = JetStreamWakes(publisher)
+        self.driver = driver = Driver(clock, wake_subjects, metrics, log, resume_timeout_ms=settings.resume_timeout_ms)
+        self.native: NativeWaits | None = None
+        if settings.driver == "native":
+            schedules = JetStreamSchedules(self.connection, publisher, replicas=settings.replicas)
+            self.native = NativeWaits(
+                clock, driver, schedules, wake_subjects, state, metrics, log,
+                interval_ms=settings.reconcile_interval_ms, offset_ms=self._offset_ms,
+            )  # fmt: skip
         resumes = ResumeService(
             clock,
             state,
@@ -143,7 +151,7 @@ class App:
             self.admission,
             problems,
             log,
-            offset_ms=lambda: clock.offset_ms if isinstance(clock, OffsetClock) else 0,
+            offset_ms=self._offset_ms,
             max_payload=lambda: self.connection.max_payload,
             inline_payload_max_bytes=settings.inline_payload_max_bytes,
         )
@@ -166,11 +174,16 @@ class App:
             snapshot_grace_ms=settings.snapshot_grace_ms,
             leftovers=Leftovers(state, archive, JetStreamResumes(publisher), driver, metrics, log),
         )
-        wakes = WakeService(clock, state, resumes, driver, lanes, recent, problems, metrics, log)
+        wakes = WakeService(
+            clock, state, resumes, driver, lanes, recent, problems, metrics, log, offset_ms=self._offset_ms
+        )
         self.command_loop = self._pull(topology.COMMAND_SERVICE, self.commands.handle)
         self.wake_loop = self._pull(topology.WAKE_SERVICE, wakes.handle)
         if isinstance(clock, OffsetClock):
             clock.on_shift(driver.wake)
+
+    def _offset_ms(self) -> int:
+        return self.clock.offset_ms if isinstance(self.clock, OffsetClock) else 0
 
     def _listen_for_room(self) -> None:
         """What waits for room is tried after each reading: all of it, or a few as long as something seems full."""
@@ -261,6 +274,8 @@ class App:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.driver.run(), name="driver")
             group.create_task(self.reconciler.run(), name="reconciler")
+            if self.native is not None:
+                group.create_task(self.native.run(self.feed.ready), name="schedules")
             group.create_task(self.monitor.check_policies(), name="policies")
             group.create_task(self.monitor.check_fill(), name="fill")
             group.create_task(self.monitor.announce(), name="ready")

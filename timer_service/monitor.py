@@ -165,7 +165,7 @@ class Monitor:
     async def _read_findings(self) -> None:
         found: list[Finding] = []
         try:
-            found += await permissions.missing_permissions(self._connection)
+            found += await permissions.missing_permissions(self._connection, native=self._settings.driver == "native")
             found += await self._provisioner.check()
         except BrokerError as error:
             found.append(Finding("broker_unavailable", "JetStream", str(error)))

@@ -119,6 +119,48 @@ class Wakes(Protocol):
         ...
 
 
+class Schedule(msgspec.Struct, frozen=True):
+    """A schedule that stands at the broker. ``generation`` is -1 where it is none of ours."""
+
+    seq: int
+    generation: int
+    at_ms: int
+
+
+class ScheduleStream(msgspec.Struct, frozen=True):
+    """What the broker says of the stream of schedules and wakes."""
+
+    created: str
+    last_seq: int
+    fill: Fill
+
+
+class Schedules(Protocol):
+    """What the broker is to publish as wakes later on: one a timer, a later one takes an earlier one's place."""
+
+    async def put(self, timer_ref: TimerRef, generation: int, at_ms: int, revision: int) -> int:
+        """Let a wake of this occurrence be published at ``at_ms`` by the broker's clock, about 250 ms from now at
+        the earliest. Returns its sequence. Raises BrokerError: it may stand nevertheless when that is Ambiguous.
+        """
+        ...
+
+    async def find(self, timer_ref: TimerRef) -> Schedule | None:
+        """The schedule that stands for this timer, never an older copy."""
+        ...
+
+    async def drop(self, seq: int) -> bool:
+        """Remove this one schedule, and no later one; False when it is not there (any more)."""
+        ...
+
+    async def standing(self) -> dict[str, Schedule]:
+        """All that stand, by the timer_ref in their subject."""
+        ...
+
+    async def look(self) -> ScheduleStream:
+        """The stream as it is now. Raises BrokerError."""
+        ...
+
+
 class Publicity(Protocol):
     """What publishers are told, and the record of what was refused."""
 

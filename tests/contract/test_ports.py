@@ -23,6 +23,7 @@ from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.provision import Provisioner
 from timer_service.jetstream.publish import Publisher
+from timer_service.jetstream.schedules import JetStreamSchedules
 from timer_service.jetstream.stores import (
     JetStreamArchive,
     JetStreamPublicity,
@@ -32,11 +33,12 @@ from timer_service.jetstream.stores import (
     JetStreamWakes,
 )
 from timer_service.jetstream.topology import Sizes
-from timer_service.ports import Archive, Publicity, Resumes, Snapshots, StateStore, Stored, Wakes
+from timer_service.ports import Archive, Publicity, Resumes, Schedule, Schedules, Snapshots, StateStore, Stored, Wakes
 from timer_service.testing import (
     MemoryArchive,
     MemoryPublicity,
     MemoryResumes,
+    MemorySchedules,
     MemorySnapshots,
     MemoryState,
     MemoryWakes,
@@ -74,6 +76,7 @@ class Ports:
     last_rejection: Callable[[str], Awaitable[dict[str, Any]]]
     told: Callable[[str], Awaitable[Callable[[], Awaitable[dict[str, Any]]]]]
     """Listen on a reply subject; the result waits for what comes."""
+    schedules: Schedules
     another_process: Callable[[], Resumes]
     """The same resumes, seen by a process that published none of them."""
 
@@ -111,7 +114,7 @@ def memory_ports() -> Ports:
 
     return Ports(
         state, MemoryArchive(), MemorySnapshots(), resumes, wakes, publicity,
-        overwrite, marker, take_resume, last_wake, last_rejection, told, lambda: resumes,
+        overwrite, marker, take_resume, last_wake, last_rejection, told, MemorySchedules(), lambda: resumes,
     )  # fmt: skip
 
 
@@ -194,6 +197,7 @@ async def jetstream_ports(url: str) -> AsyncIterator[Ports]:
         JetStreamWakes(publisher),
         JetStreamPublicity(publisher, connection),
         desk.overwrite, desk.marker, desk.take_resume, desk.last_wake, desk.last_rejection, desk.told,
+        JetStreamSchedules(connection, publisher, replicas=1),
         lambda: JetStreamResumes(publisher),
     )  # fmt: skip
     await publisher.stop()
@@ -534,6 +538,23 @@ async def test_a_wake_says_which_occurrence_and_by_which_state(ports: Ports):
     ref = derive_timer_ref(NameKey(uuid.uuid4().hex))
     await ports.wakes.publish(ref, 3, 1_700_000_000_000, 42)
     assert await ports.last_wake(ref) == Wake(ref, 3, 1_700_000_000_000, 42)
+
+
+async def test_the_newest_schedule_takes_the_place_of_the_one_before(ports: Ports):
+    """One a timer: found with its generation and time, dropped by its place, and never instead of a later one."""
+    ref, due_ms = derive_timer_ref(NameKey(uuid.uuid4().hex)), 4_000_000_000_000
+    assert await ports.schedules.find(ref) is None
+    first = await ports.schedules.put(ref, 0, due_ms, 42)
+    second = await ports.schedules.put(ref, 1, due_ms + 1, 43)
+    assert not await ports.schedules.drop(first)
+    assert await ports.schedules.find(ref) == Schedule(second, 1, due_ms + 1)
+    assert (await ports.schedules.standing())[ref] == Schedule(second, 1, due_ms + 1)
+    stream = await ports.schedules.look()
+    assert stream.last_seq >= second > first
+    assert await ports.schedules.drop(second)
+    assert not await ports.schedules.drop(second)
+    assert await ports.schedules.find(ref) is None
+    assert ref not in await ports.schedules.standing()
 
 
 async def test_an_outcome_reaches_its_publisher(ports: Ports):

@@ -278,13 +278,6 @@ def test_a_start_without_a_service_says_so(bare: Cli) -> None:
     assert "--command-id mine" in done.stderr
 
 
-def test_a_driver_that_is_not_built_is_refused() -> None:
-    """--driver native never runs as something else in silence: exit code 2 and a sentence."""
-    done = Cli(NOBODY).run("serve", "--driver", "native")
-    assert done.returncode == 2
-    assert "native is not built yet" in done.stderr
-
-
 def test_a_reader_that_goes_away_is_no_error_message(cli: Cli, stage: Stage) -> None:
     """``list | head`` prints nothing about pipes."""
     for _ in range(3):

@@ -148,7 +148,7 @@ DRIFT: dict[str, dict[str, Any]] = {
     topology.SNAPSHOTS: {"storage": "memory"},
     topology.COMMANDS: {"allow_rollup_hdrs": True},
     topology.RESUMES: {"max_age": 60 * NS, "duplicate_window": 60 * NS},
-    topology.SCHEDULES: {"allow_msg_schedules": False},
+    topology.SCHEDULES: {"allow_msg_ttl": False, "allow_msg_schedules": False},
     topology.TERMINALS: {"discard": "old"},
     topology.REJECTIONS: {"no_ack": True},
     topology.LEASE_STREAM: {"max_bytes": -1},

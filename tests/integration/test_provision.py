@@ -139,7 +139,6 @@ async def test_nothing_is_ever_narrowed(connection: Connection, provisioner: Pro
         *((name, {"max_msgs_per_subject": 3}) for name in (STATE, SNAPSHOTS, COMMANDS, RESUMES, TERMINALS)),
         (STATE, {"allow_msg_ttl": False}),
         (SCHEDULES, {"allow_msg_ttl": False}),
-        (SCHEDULES, {"allow_msg_schedules": False}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
 )  # fmt: skip
@@ -409,12 +408,12 @@ async def test_a_server_that_is_too_old_is_named(
 
 
 def test_fields_that_a_server_does_not_know_count_as_off() -> None:
-    """An older server leaves out what it has no idea of: schedules that it can't do are told as such."""
+    """An older server leaves out what it has no idea of: message TTL that it can't do is told as such."""
     spec = STREAMS[SCHEDULES]
     config = spec.config(1)
-    del config["allow_msg_schedules"]
+    del config["allow_msg_ttl"]
     (finding,) = check_stream(spec, config)
-    assert finding.message == "allow_msg_schedules is False; it must be True"
+    assert finding.message == "allow_msg_ttl is False; it must be True"
     assert check_stream(spec, {**spec.config(1), "sealed": True})[0].message == "sealed is True; it must be False"
     push = {**topology.WAKE_SERVICE.config(), "deliver_subject": "x"}
     assert "deliver_subject is 'x'" in check_consumer(topology.WAKE_SERVICE, push)[0].message

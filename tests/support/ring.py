@@ -18,13 +18,14 @@ from timer_service.domain.identity import TimerRef
 from timer_service.errors import BrokerError
 from timer_service.jetstream.topology import is_literal_subject, state_subject, wake_subject
 from timer_service.metrics import Metrics
-from timer_service.ports import StreamState
+from timer_service.ports import Schedule, StreamState
 from timer_service.runtime.admission import Admission
 from timer_service.runtime.archived import Archived
 from timer_service.runtime.commands import CommandService
 from timer_service.runtime.driver import Driver
 from timer_service.runtime.feed import Feed
 from timer_service.runtime.lanes import Lanes
+from timer_service.runtime.native import NativeWaits
 from timer_service.runtime.problems import Problems
 from timer_service.runtime.recent import Recent
 from timer_service.runtime.reconciler import Reconciler
@@ -37,6 +38,7 @@ from timer_service.testing import (
     MemoryDelivery,
     MemoryPublicity,
     MemoryResumes,
+    MemorySchedules,
     MemorySnapshots,
     MemoryState,
     MemoryWakes,
@@ -151,6 +153,11 @@ class Replica:
         self.lanes = Lanes(lambda timer_ref, error: ring.log.mistakes.append(("lane", timer_ref, error)))
         timeout_ms = settings.get("resume_timeout_ms", 60_000)
         self.driver = Driver(clock, ring.wakes, metrics, log, resume_timeout_ms=timeout_ms)
+        self.native: NativeWaits | None = None
+        if settings.get("native"):
+            self.native = NativeWaits(
+                clock, self.driver, ring.schedules, ring.wakes, ring.state, metrics, log, interval_ms=3_600_000
+            )
         resumes = ResumeService(
             clock, ring.state, ring.snapshots, ring.resumes, self.driver, recent, problems, metrics, log,
             resume_timeout_ms=timeout_ms,
@@ -186,6 +193,8 @@ class Replica:
         self.archived.complete = True
         await self.feed.start()
         self._tasks = [asyncio.create_task(self.driver.run()), asyncio.create_task(self.reconciler.run())]
+        if self.native is not None:
+            self._tasks.append(asyncio.create_task(self.native.run(self.feed.ready)))
 
     def crashed(self) -> list[BaseException]:
         """What ended a part of it that should run for ever."""
@@ -207,11 +216,14 @@ class Ring:
         self.clock, self.log = LoopClock(), Log()
         self.state, self.archive, self.snapshots = MemoryState(), MemoryArchive(), MemorySnapshots()
         self.resumes, self.wakes, self.publicity = MemoryResumes(), MemoryWakes(), MemoryPublicity()
+        self.schedules = MemorySchedules()
         self.followers: list[_Follower] = []
         self.queued: dict[int, tuple[str, bytes, dict[str, str], int]] = {}
         """Commands that are not acknowledged, by stream sequence."""
         self.deliveries: Counter[int] = Counter()
         self.wakes_unsettled = 0
+        self.fired: list[tuple[TimerRef, int]] = []
+        """Occurrences that the broker woke by a schedule."""
         self.lose_acks = False
         """The broker does not hear acknowledgements: it will deliver again."""
         self.fences: dict[TimerRef, list[tuple[int, int]]] = {}
@@ -221,6 +233,7 @@ class Ring:
         self._seq = 0
         self.state.on_written = self._on_written
         self.wakes.on_wake = lambda wake: self.wake(encode_wake(wake))
+        self.schedules.on_put = self._on_scheduled
 
     async def __aenter__(self) -> Ring:
         for replica in self.replicas:
@@ -246,6 +259,18 @@ class Ring:
         loop = asyncio.get_running_loop()
         for follower in self.followers:
             loop.call_soon(follower.take, timer_ref, value)
+
+    def _on_scheduled(self, timer_ref: TimerRef, schedule: Schedule) -> None:
+        """As a broker: not within 250 ms, and only what still stands then."""
+        loop = asyncio.get_running_loop()
+
+        def fire() -> None:
+            wake = self.schedules.fire(timer_ref, schedule.seq)
+            if wake is not None:
+                self.fired.append((timer_ref, schedule.generation))
+                self.wake(wake)
+
+        loop.call_later(max(0.25, (schedule.at_ms - self.clock.now_ms()) / 1000), fire)
 
     def wake(self, data: bytes) -> None:
         """Store a wake, whatever it says."""

@@ -167,7 +167,7 @@ def input_of(row: str) -> AnyCommand | Wake:
 
 
 def decided(timer: Timer | None, given: AnyCommand | Wake) -> Decision | None:
-    return elapse(timer, given, given.woken_at_ms) if isinstance(given, Wake) else decide(timer, given)
+    return elapse(timer, given, given.woken_at_ms or 0) if isinstance(given, Wake) else decide(timer, given)
 
 
 @pytest.mark.parametrize(("row", "situation", "cell"), cells(), ids=lambda text: text.replace(" ", "-"))

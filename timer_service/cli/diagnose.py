@@ -26,6 +26,7 @@ _HINTS = {
     "server_too_old": "upgrade nats-server",
     "permission_denied": "grant the account what the message names",
     "subject_taken": "take the subject from that stream, or delete it after its messages were saved",
+    "schedules_unsupported": "run `durable-timer provision` on nats-server 2.12 or newer; or use --driver heap",
     "bad_policy": "change it with `nats stream edit` (or `nats consumer edit`); what can't be changed in place must "
     "be created anew after its messages were saved",
     "clock_skew": "let both machines follow NTP, then look again",
@@ -48,14 +49,15 @@ class Check(msgspec.Struct, frozen=True):
 async def examine(settings: Settings) -> list[Check]:
     """All checks, in the order of the way from the server to the clocks. Raises BrokerError when it can't look."""
     async with connected(settings.nats, settings.creds) as connection:
+        native = settings.driver == "native"
         try:
-            findings = await Provisioner(connection, settings.sizes).check()
+            findings = await Provisioner(connection, settings.sizes, native=native).check()
         except BrokerError as error:
-            findings = await missing_permissions(connection)
+            findings = await missing_permissions(connection, native=native)
             if not findings:
                 raise
             return [_wrong(finding) for finding in (*findings, Finding("broker_unavailable", "JetStream", str(error)))]
-        findings += await missing_permissions(connection)
+        findings += await missing_permissions(connection, native=native)
         checks = [_of("nats-server", f"version {connection.server_version}", findings)]
         checks += [_of(name, "as it must be", findings) for name in _resources()]
         known = {check.resource for check in checks}

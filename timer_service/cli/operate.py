@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
     """Add these commands to ``app``."""
     app.command("serve")(settings_command(Settings, _serve, flags={"provision": ("--provision/--no-provision",)}))
     app.command("provision")(settings_command(Settings, _provision, only=("nats", "creds", *_SIZES)))
-    app.command("doctor")(settings_command(Settings, _doctor, only=("nats", "creds", *_SIZES)))
+    app.command("doctor")(settings_command(Settings, _doctor, only=("nats", "creds", "driver", *_SIZES)))
     app.command()(stats)
     app.command()(dev)
     app.command()(demo)
@@ -45,8 +45,6 @@ def _serve(settings: Settings) -> None:
     from timer_service.app import serve
     from timer_service.logs import configure_logs, get_logger
 
-    if settings.driver == "native":
-        refuse("--driver native is not built yet; --driver heap is the one there is", 2)
     configure_logs()
     try:
         asyncio.run(serve(settings, get_logger()))

@@ -199,7 +199,8 @@ class Wake(msgspec.Struct, frozen=True):
 
     timer_ref: TimerRef
     generation: int
-    woken_at_ms: int
+    woken_at_ms: int | None
+    """When the driver published it; None in one that the broker publishes by a schedule."""
     revision: int = 0
 
 

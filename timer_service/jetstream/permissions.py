@@ -48,16 +48,23 @@ REQUESTS = (
 )
 """What it reads, settles and deletes by."""
 
+_OF_SCHEDULES = (
+    f"$JS.API.CONSUMER.CREATE.{topology.SCHEDULES}.{_PROBE}",
+    f"$JS.API.DIRECT.GET.{topology.SCHEDULES}.{topology.schedule_subject(_PROBE)}",
+    f"$JS.API.STREAM.MSG.DELETE.{topology.SCHEDULES}",
+)
+"""What the native driver reads and drops schedules by; it writes ``topology.schedule_subject``."""
 
-async def missing_permissions(connection: Connection) -> list[Finding]:
+
+async def missing_permissions(connection: Connection, *, native: bool = False) -> list[Finding]:
     """A finding for each subject that may not be used; also tries again what the broker would not let us hear.
 
     Raises BrokerError when the broker does not answer at all.
     """
     since_s = time.monotonic()
-    for subject in WRITES:
+    for subject in (*WRITES, *((topology.schedule_subject(_PROBE),) if native else ())):
         await connection.publish(subject, headers=_NEVER)
-    for subject in REQUESTS:
+    for subject in (*REQUESTS, *(_OF_SCHEDULES if native else ())):
         await connection.publish(subject, _UNREADABLE)
     await connection.subscribe_again()
     await connection.flush()
@@ -65,7 +72,9 @@ async def missing_permissions(connection: Connection) -> list[Finding]:
     return findings(connection.denied_since(since_s))
 
 
-_TRIED = frozenset(topology.as_granted(subject) for subject in (*WRITES, *REQUESTS))
+_TRIED = frozenset(
+    topology.as_granted(subject) for subject in (*WRITES, *REQUESTS, topology.schedule_subject(_PROBE), *_OF_SCHEDULES)
+)
 
 
 def _forget_mended(connection: Connection, since_s: float) -> None:

@@ -16,6 +16,7 @@ from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.topology import ConsumerSpec, Sizes, StreamSpec
 
 MIN_SERVER = (2, 12, 0)
+UNSUPPORTED = "schedules_unsupported"
 BLOCKING = frozenset({"missing", "subject_taken"})
 """Findings that leave the ring nothing to run on."""
 
@@ -34,10 +35,11 @@ class Finding(msgspec.Struct, frozen=True):
 class Provisioner:
     """Works on one account. All its methods may be repeated."""
 
-    def __init__(self, connection: Connection, sizes: Sizes) -> None:
+    def __init__(self, connection: Connection, sizes: Sizes, *, native: bool = False) -> None:
         self._api = connection.api
         self._connection = connection
         self._sizes = sizes
+        self._native = native
         self._streams = topology.streams(sizes)
 
     async def provision(self) -> list[str]:
@@ -48,6 +50,7 @@ class Provisioner:
         done: list[str] = []
         for spec in self._streams:
             done += await self._provision_stream(spec)
+        done += await self._allow_schedules()
         for consumer in topology.CONSUMERS:
             done += await self._provision_consumer(consumer)
         return done
@@ -74,6 +77,7 @@ class Provisioner:
             else:
                 present.append(answer["config"])
                 findings += check_stream(spec, answer["config"])
+                findings += check_schedules(spec, answer["config"]) if self._native else []
         await self._name_owners(findings)
         account = await self._looked_up("INFO", ACCOUNT, findings)
         if account is not None:
@@ -141,6 +145,20 @@ class Provisioner:
         await self._call(f"STREAM.UPDATE.{spec.name}", wider, spec.name)
         return [f"widened stream {spec.name}: {', '.join(changes)}"]
 
+    async def _allow_schedules(self) -> list[str]:
+        """Turn on what only the native driver needs; where the server refuses, that is told and all else is done."""
+        spec = next(spec for spec in self._streams if spec.name == topology.SCHEDULES)
+        config = (await self._api(f"STREAM.INFO.{spec.name}"))["config"]
+        if config.get(topology.SCHEDULES_FLAG):
+            return []
+        try:
+            answer = await self._api(f"STREAM.UPDATE.{spec.name}", config | {topology.SCHEDULES_FLAG: True})
+        except BrokerError as error:
+            return [f"left stream {spec.name} without {topology.SCHEDULES_FLAG}, so without --driver native: {error}"]
+        if not answer["config"].get(topology.SCHEDULES_FLAG):
+            return [f"left stream {spec.name} without {topology.SCHEDULES_FLAG}: the server does not know schedules"]
+        return [f"widened stream {spec.name}: {topology.SCHEDULES_FLAG}"]
+
     async def _create_stream(self, spec: StreamSpec) -> list[str]:
         await self._call(f"STREAM.CREATE.{spec.name}", spec.config(self._sizes.replicas), spec.name)
         return [f"created stream {spec.name}"]
@@ -168,7 +186,7 @@ async def create_consumer(connection: Connection, spec: ConsumerSpec) -> None:
 
 _MUST_BE_ON = {
     topology.STATE_STREAM: ("allow_msg_ttl",),
-    topology.SCHEDULES: ("allow_msg_ttl", "allow_msg_schedules"),
+    topology.SCHEDULES: ("allow_msg_ttl",),
 }
 _MUST_BE_OFF = {
     topology.COMMANDS: ("allow_msg_ttl", "allow_rollup_hdrs"),
@@ -199,6 +217,17 @@ def check_stream(spec: StreamSpec, config: dict[str, Any]) -> list[Finding]:
     wrong += [("subjects", config.get("subjects"), f"to include {subject}") for subject in missing]
     wrong += _wrong_count(spec, config.get("max_msgs_per_subject", -1))
     return [Finding("bad_policy", spec.name, f"{field} is {is_!r}; it must be {must!r}") for field, is_, must in wrong]
+
+
+def check_schedules(spec: StreamSpec, config: dict[str, Any]) -> list[Finding]:
+    """What keeps the native driver from working. A server that knows no schedules leaves the field out."""
+    if spec.name != topology.SCHEDULES or config.get(topology.SCHEDULES_FLAG):
+        return []
+    text = (
+        f"{topology.SCHEDULES_FLAG} is False; it must be True for --driver native: run `durable-timer provision`, "
+        "which turns it on where the server lets it (it needs 2.12 or newer, and discard old); or use --driver heap"
+    )
+    return [Finding(UNSUPPORTED, spec.name, text)]
 
 
 def check_account(info: dict[str, Any], present: list[dict[str, Any]], absent: list[dict[str, Any]]) -> list[Finding]:

@@ -164,11 +164,11 @@ async def _delete(publisher: Publisher, stream: str, seq: int) -> None:
     try:
         await publisher.api(f"STREAM.MSG.DELETE.{stream}", {"seq": seq, "no_erase": True})
     except BrokerError as error:
-        if not _names_no_message(error):
+        if not names_no_message(error):
             raise
 
 
-def _names_no_message(error: BrokerError) -> bool:
+def names_no_message(error: BrokerError) -> bool:
     """The broker answers a delete of what is not there with one of these."""
     return isinstance(error, NotFound) or getattr(error, "err_code", 0) in (10043, 10057)
 

@@ -25,7 +25,8 @@ STATE_FILTER = f"{STATE_PREFIX}>"
 COMMAND_FILTER = "durable_timer.commands.>"
 WAKE_PREFIX = "durable_timer.wake.v1."
 WAKE_FILTER = f"{WAKE_PREFIX}>"
-SCHEDULE_FILTER = "durable_timer.schedule.v1.>"
+SCHEDULE_PREFIX = "durable_timer.schedule.v1."
+SCHEDULE_FILTER = f"{SCHEDULE_PREFIX}>"
 SNAPSHOT_PREFIX = "durable_timer.snapshot.v1."
 TERMINAL_PREFIX = "durable_timer.terminal.v1."
 REJECTED_PREFIX = "durable_timer.rejected.v1."
@@ -36,6 +37,12 @@ EXPECTED_HEADER = "Nats-Expected-Last-Subject-Sequence"
 MSG_ID_HEADER = "Nats-Msg-Id"
 TTL_HEADER = "Nats-TTL"
 KV_OPERATION_HEADER = "KV-Operation"
+OCCURRENCE_HEADER = "Durable-Timer-Occurrence"
+"""A schedule's id. A header of our own: the broker keeps it on the wake, while it strips its own ones."""
+SCHEDULE_HEADER = "Nats-Schedule"
+SCHEDULE_TARGET_HEADER = "Nats-Schedule-Target"
+SCHEDULE_TTL_HEADER = "Nats-Schedule-TTL"
+SCHEDULES_FLAG = "allow_msg_schedules"
 
 WAKE_TTL_S = 120
 ACK_WAIT_S = 5
@@ -53,6 +60,10 @@ def state_subject(timer_ref: str) -> str:
 
 def wake_subject(timer_ref: str) -> str:
     return WAKE_PREFIX + timer_ref
+
+
+def schedule_subject(timer_ref: str) -> str:
+    return SCHEDULE_PREFIX + timer_ref
 
 
 def snapshot_subject(timer_ref: str, generation: int) -> str:
@@ -162,7 +173,7 @@ def streams(sizes: Sizes) -> tuple[StreamSpec, ...]:
             (SCHEDULE_FILTER, WAKE_FILTER),
             SCHEDULES_MAX_BYTES,
             discard="old",
-            options={"allow_msg_ttl": True, "allow_msg_schedules": True, "allow_direct": True},
+            options={"allow_msg_ttl": True, SCHEDULES_FLAG: True, "allow_direct": True},
         ),
         StreamSpec(
             RESUMES,

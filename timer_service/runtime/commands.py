@@ -17,7 +17,7 @@ from timer_service import events
 from timer_service.domain.codes import Code, Status
 from timer_service.domain.identity import TimerRef
 from timer_service.domain.machine import Refused, Settled, Write, decide
-from timer_service.domain.model import ABSENT, AnyCommand, Cancel, Order, Start, Timer
+from timer_service.domain.model import ABSENT, MAX_DUE_MS, AnyCommand, Cancel, Order, Phase, Start, Timer
 from timer_service.domain.summary import summary_of
 from timer_service.errors import Ambiguous, BrokerError, StorageFull, UnreadableState, WrongRevision
 from timer_service.fibers import start_fiber
@@ -221,6 +221,7 @@ class CommandService:
         status = settled.status
         if work.unsure and status is Status.DUPLICATE:
             status = Status.ACCEPTED  # the id in the state is our own write, whose reply was lost
+            self._driver.waits.wrote(work.command.timer_ref, MAX_DUE_MS)
         await self._settling.accept(work, timer, status, settled.code)
         if timer is not None and timer.phase.ended and timer.status is None:
             stored = await self._store.get(timer.timer_ref)
@@ -250,6 +251,7 @@ class CommandService:
         self._recent.keep(timer_ref, Stored(timer, revision))
         self._problems.solved(timer_ref)  # a payload that was gone does not matter any more
         self._driver.observe(timer_ref, revision, summary_of(timer))
+        self._driver.waits.wrote(timer_ref, _waited_until_ms(stored.timer))
         self._held.settled(timer_ref, work.delivery.seq)
         await self._settling.accept(work, timer, Status.ACCEPTED, write.code)
         self._early.arrived(timer_ref)
@@ -317,6 +319,10 @@ class CommandService:
     def _on_stray_error(self, error: BaseException | None) -> None:
         if error is not None:
             self._log.error(events.WORK_FAILED, exc_info=error)
+
+
+def _waited_until_ms(former: Timer | None) -> int:
+    return former.due_at_ms if former is not None and former.phase is Phase.WAITING else 0
 
 
 def _bytes(start: Start) -> int:

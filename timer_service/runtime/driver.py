@@ -23,6 +23,7 @@ from timer_service.errors import BrokerError, StorageFull
 from timer_service.fibers import start_fiber
 from timer_service.metrics import Metrics
 from timer_service.ports import Wakes
+from timer_service.runtime.waits import HeapWaits, Waits
 
 MAX_UNANSWERED = 1024
 """Wakes on their way at most: beyond that the broker's queue would only make a burst later, not shorter."""
@@ -48,6 +49,7 @@ class Armed(Entry[TimerRef]):
         "resume_seq",
         "resumed",
         "revision",
+        "schedule",
         "since_ms",
         "snapshot_seq",
         "tries",
@@ -62,6 +64,8 @@ class Armed(Entry[TimerRef]):
         self.unanswered = False
         self.resumed: Resumed | None = None
         self.resume_seq: int | None = None
+        self.schedule: tuple[int, int] | None = None
+        """Of which generation this process put a schedule, and its place; only with the native driver."""
         self.unsent = False
         """The first resume of this occurrence has failed, or its reply was lost."""
 
@@ -102,6 +106,7 @@ class Driver:
         self._next_at: int | None = None
         self.look_after: Callable[[Armed], None] = lambda _: None
         self.holds_lease = True
+        self.waits: Waits = HeapWaits()
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -192,7 +197,7 @@ class Driver:
 
     def _first_look(self, summary: Summary) -> int:
         if summary.phase is Phase.WAITING:
-            return summary.at_ms
+            return self.waits.look_ms(summary.at_ms)
         now_ms = self._clock.now_ms()
         if summary.phase is Phase.ELAPSED:
             return max(now_ms, summary.at_ms + self._resume_timeout_ms)
@@ -270,6 +275,7 @@ class Driver:
         if armed.phase is Phase.WAITING:
             self._ask_for_answer(armed, now_ms)
             start_fiber(self._publish_wake(armed, now_ms), self._on_wake_error)
+            self.waits.woke(armed.key, armed.generation)
         else:
             self.look_after(armed)
 

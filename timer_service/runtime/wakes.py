@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from timer_service import events
 from timer_service.clock import Clock
@@ -41,6 +44,8 @@ class WakeService:
         problems: Problems,
         metrics: Metrics,
         log: Any,
+        *,
+        offset_ms: Callable[[], int] = lambda: 0,
     ) -> None:
         self._clock = clock
         self._store = store
@@ -51,6 +56,7 @@ class WakeService:
         self._problems = problems
         self._metrics = metrics
         self._log = log
+        self._offset_ms = offset_ms
 
     def handle(self, delivery: Delivery) -> None:
         """Take one wake; returns at once."""
@@ -61,6 +67,9 @@ class WakeService:
             self._metrics.wake("unreadable")
             start_fiber(delivery.ack(), self._on_ack_error)
             return
+        if wake.woken_at_ms is None:
+            woken_at_ms = min(delivery.stored_at_ms + self._offset_ms(), self._clock.now_ms())
+            wake = replace(wake, woken_at_ms=woken_at_ms)
         self._lanes.run(wake.timer_ref, partial(self._wake, wake, delivery))
 
     def _on_ack_error(self, error: BaseException | None) -> None:
@@ -134,5 +143,6 @@ class WakeService:
                 await self._resumes.publish_first(timer, armed)
             return "repeated"
         if timer.phase is Phase.WAITING and timer.generation == wake.generation:
+            self._driver.waits.came_early(wake.timer_ref)
             return "early"
         return "stale"

@@ -320,7 +320,9 @@ class Wake(Model):
     v: Version
     timer_ref: TimerRef
     generation: Generation
-    woken_at_ms: EpochMs
+    woken_at_ms: EpochMs | None = Field(
+        description="When the driver published it; null where a schedule did: then the message's own time says it."
+    )
     revision: Annotated[int, Field(ge=0)] = Field(default=0, description="Of the state that was armed; 0: unknown.")
 
 

@@ -72,7 +72,7 @@ class WakeRecord(msgspec.Struct, frozen=True):
     v: int
     timer_ref: TimerRef
     generation: Number
-    woken_at_ms: EpochMs
+    woken_at_ms: EpochMs | None
     revision: Number = 0
 
 
