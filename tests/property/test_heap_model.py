@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -111,3 +112,29 @@ def test_long_mixed_use_of_a_larger_heap():
     assert len(live) > 100
     expected = sorted(live.values(), key=lambda entry: (entry.at, entry.seq))
     assert [heap.pop() for _ in expected] == expected
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_seeded_round(seed: int):
+    """Pushes, pops, moves and removals beside a sorted list; order, length and index map are checked at each step."""
+    numbers = random.Random(seed)
+    spread = (1, 4, 1_000)[seed % 3]  # nothing but ties, many ties, few
+    heap: IndexedHeap[object] = IndexedHeap()
+    model: list[Entry[object]] = []
+    for seq in range(400):
+        draining = seq % 200 >= 120
+        match numbers.choices(["push", "pop", "move", "remove"], (1 if draining else 5, 2, 3, 1))[0]:
+            case "push":
+                heap.push(entry := Entry(object(), numbers.randrange(spread), seq))
+                model.append(entry)
+            case "pop":
+                assert heap.pop() is (model.pop(0) if model else None)
+            case "move" if model:
+                heap.update(numbers.choice(model), numbers.randrange(spread), seq)
+            case "remove" if model:
+                heap.remove(model.pop(numbers.randrange(len(model))))
+        model.sort(key=lambda entry: (entry.at, entry.seq))
+        check_inside(heap, model)
+        assert heap.peek() is (model[0] if model else None)
+        assert len(heap) == len(model)
+    assert [heap.pop() for _ in model] == model

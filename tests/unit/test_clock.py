@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from timer_service.clock import MAX_OFFSET_MS, ManualClock, OffsetClock, SystemClock
+from timer_service.clock import MAX_OFFSET_MS, ManualClock, OffsetClock, ShiftingClock, SystemClock
 
 
 class Time:
@@ -148,3 +152,153 @@ def test_the_manual_clock():
         clock.advance(-1)
     assert clock.now_ms() == 15
     assert heard == [15, 15]
+
+
+# ── listeners and threads ───────────────────────────────────────────────────────────────────────────────────
+
+
+def jump(clock: OffsetClock | ManualClock, by_ms: int) -> None:
+    if isinstance(clock, OffsetClock):
+        clock.shift(by_ms)
+    else:
+        clock.advance(by_ms)
+
+
+@pytest.fixture(params=[ManualClock, lambda: OffsetClock(ManualClock())], ids=["manual", "offset"])
+def clock(request: pytest.FixtureRequest) -> OffsetClock | ManualClock:
+    made: OffsetClock | ManualClock = request.param()
+    return made
+
+
+def test_a_listener_that_fails_keeps_nobody_from_hearing(clock: OffsetClock | ManualClock):
+    """The clock moves, all hear of it, and what they raised comes out together."""
+    heard: list[int] = []
+    errors = [LookupError("one"), ValueError("two")]
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    ends = [clock.on_shift(partial(fail, error)) for error in errors]
+    clock.on_shift(lambda: heard.append(clock.now_ms()))
+    with pytest.raises(ExceptionGroup, match="the clock has moved") as caught:
+        jump(clock, 5)
+    assert heard == [clock.now_ms()] == [5]
+    assert list(caught.value.exceptions) == errors
+    for end in ends:
+        end()
+    jump(clock, 5)
+    assert heard == [5, 10]
+
+
+def test_a_listener_can_leave():
+    """It hears no more; leaving twice does nothing; one that came twice leaves once."""
+    clock, heard = ManualClock(), list[str]()
+
+    def listener() -> None:
+        heard.append("twice")
+
+    ends = [clock.on_shift(listener), clock.on_shift(listener)]
+    clock.on_shift(lambda: heard.append("other"))
+    ends[0]()
+    ends[0]()
+    clock.advance(1)
+    assert heard == ["twice", "other"]
+
+
+def test_a_listener_may_come_leave_and_move_the_clock_while_all_are_told():
+    """Those that were there at the move hear of it; a move within it is told within it."""
+    clock = OffsetClock(ManualClock())
+    heard: list[tuple[str, int]] = []
+
+    def first() -> None:
+        heard.append(("first", clock.now_ms()))
+        leave()
+        clock.on_shift(lambda: heard.append(("new", clock.now_ms())))
+        clock.shift(10)
+
+    leave = clock.on_shift(first)
+    clock.on_shift(lambda: heard.append(("last", clock.now_ms())))
+    assert clock.shift(1) == 1
+    assert heard == [("first", 1), ("last", 11), ("new", 11), ("last", 11)]
+
+
+def test_listeners_of_an_offset_hear_of_its_base():
+    """A jump of the clock below is a jump of the clock above, however many lie between."""
+    base = ManualClock()
+    clock = OffsetClock(OffsetClock(base))
+    heard: list[int] = []
+    clock.on_shift(lambda: heard.append(clock.now_ms()))
+    clock.shift(5)
+    base.advance(3)
+    assert heard == [5, 8]
+
+
+def test_clocks_that_jump_say_so():
+    """``ShiftingClock`` tells them from those that have to be looked at."""
+    assert isinstance(ManualClock(), ShiftingClock)
+    assert isinstance(OffsetClock(SystemClock()), ShiftingClock)
+    assert not isinstance(SystemClock(), ShiftingClock)
+
+
+def in_threads(act: Callable[[], object], number: int = 4) -> None:
+    """Run ``act`` in threads that change as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=act, daemon=True) for _ in range(number)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+class Slow(int):
+    """An offset that takes a while to be added up, so that another thread comes in between."""
+
+    def __radd__(self, other: int) -> int:
+        time.sleep(0)
+        return other + int(self)
+
+
+def test_moves_of_several_threads_add_up(clock: OffsetClock | ManualClock):
+    """None is lost."""
+
+    def move() -> None:
+        for _ in range(500):
+            jump(clock, Slow(1))
+
+    in_threads(move)
+    assert clock.now_ms() == 2_000
+
+
+class Stepped(float):
+    """A wall time just after a step; whoever compares it is held up, once, until somebody else has read the clock."""
+
+    meanwhile: list[Callable[[], object]]
+
+    def __gt__(self, other: float) -> bool:
+        if self.meanwhile:
+            self.meanwhile.pop()()
+        return float(self) > other
+
+
+def test_two_threads_never_see_it_go_back():
+    """One is in the middle of its reading after a step of the wall clock, when it steps again and another one reads."""
+    machine, seen, threads = Time(), list[int](), list[threading.Thread]()
+    clock = machine.clock()
+
+    def another_reads() -> None:
+        machine.steps(3_600)
+        threads.append(threading.Thread(target=lambda: seen.append(clock.now_ms()), daemon=True))
+        threads[0].start()
+        threads[0].join(0.2)  # it has to wait for its turn: only a clock without a lock lets it in
+
+    machine.wall = Stepped(machine.wall + 60)
+    machine.wall.meanwhile = [another_reads]
+    seen.append(clock.now_ms())
+    threads[0].join(20)
+    seen.append(clock.now_ms())
+    assert seen == [1_700_000_060_000, 1_700_003_660_000, 1_700_003_660_000]
