@@ -28,6 +28,7 @@ from timer_service.config import split_address
 from timer_service.http import HttpServer, Readiness, Reason
 from timer_service.jetstream.connection import Connection
 from timer_service.logs import get_logger
+from timer_service.urls import shown_url
 
 RETRY_S = 1.0
 WATCH_S = 0.1
@@ -76,7 +77,9 @@ class App:
 
     async def run(self) -> None:
         """Serve until ``stop``. Raises OSError when the HTTP address can't be had."""
-        self._log.info(events.SERVICE_STARTING, instance=self._settings.instance, outbox=self._settings.outbox)
+        self._log.info(
+            events.SERVICE_STARTING, instance=self._settings.instance, outbox=shown_url(self._settings.outbox)
+        )
         await self.http.start()
         self._log.info(events.HTTP_LISTENING, address=self._settings.http, port=self.http.port)
         async with asyncio.TaskGroup() as tasks:
@@ -182,9 +185,11 @@ class App:
             return [Reason("draining", "process", "the process is ending")]
         found = []
         if outbox := self._outbox_error or self.relay.unavailable:
-            found.append(Reason("outbox_unavailable", self._settings.outbox, outbox))
+            found.append(Reason("outbox_unavailable", shown_url(self._settings.outbox), outbox))
         if not self.connection.connected:
-            found.append(Reason("broker_unreachable", self._settings.nats, self.connection.last_error or "…"))
+            found.append(
+                Reason("broker_unreachable", shown_url(self._settings.nats), self.connection.last_error or "…")
+            )
         elif (reason := self.consumer.reason) is not None:
             found.append(reason)
         return found

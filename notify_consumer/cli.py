@@ -18,6 +18,7 @@ from notify_consumer.outbox import make_outbox
 from notify_consumer.outbox.base import Outbox, Row, State
 from timer_service.logs import configure_logs
 from timer_service.options import settings_command
+from timer_service.urls import shown_url
 from timer_service.wire.canonical import MalformedJson, exact_json, strict_loads
 
 Json = Annotated[bool, typer.Option("--json", help="print one line of JSON, for machines")]
@@ -94,14 +95,14 @@ def _show(settings: Settings, resume_id: ResumeId, json: Json = False) -> None:
     """Show all that is known of one row."""
     row = _run(settings, lambda outbox: outbox.get(resume_id))
     if row is None:
-        refuse(f"{resume_id} is not in {settings.outbox}")
+        refuse(f"{resume_id} is not in {shown_url(settings.outbox)}")
     _print_json(_plain(row, body=True), indent=0 if json else 2)
 
 
 def _revive(settings: Settings, resume_id: ResumeId) -> None:
     """Hand a dead row to its handler anew, as if it had just come in."""
     if not _run(settings, lambda outbox: outbox.revive(resume_id)):
-        refuse(f"there is no dead, readable row {resume_id} in {settings.outbox}")
+        refuse(f"there is no dead, readable row {resume_id} in {shown_url(settings.outbox)}")
     typer.echo(f"{resume_id} is pending")
 
 

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from notify_consumer.errors import BadSetting
-from notify_consumer.outbox import check_outbox
+from notify_consumer.outbox import FORMS, check_outbox
 from notify_consumer.policy import Policy
 from timer_service.config import DEFAULT_NATS_URL, Address
 
@@ -67,7 +67,7 @@ class Settings(BaseSettings):
         Field(description="MODULE[:ATTRIBUTE] with the Handlers; the attribute is 'handlers' unless given; required"),
     ] = None
     outbox: Annotated[
-        str, AfterValidator(_outbox), Field(description="where resumes are kept until they are settled: sqlite:PATH")
+        str, AfterValidator(_outbox), Field(description=f"where resumes are kept until they are settled: {FORMS}")
     ] = DEFAULT_OUTBOX
 
     lease_ms: Annotated[

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.broker import Broker
+from tests.support.postgres import Postgres, need_postgres
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,4 +47,11 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
 def shared_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
     """One broker for the whole run: for tests that use streams of their own and leave the server alone."""
     with Broker(tmp_path_factory.mktemp("nats")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """One PostgreSQL server for the whole run: for tests that use a schema of their own and leave the server alone."""
+    with Postgres(need_postgres()) as running:
         yield running

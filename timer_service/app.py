@@ -49,6 +49,7 @@ from timer_service.runtime.resumes import ResumeService
 from timer_service.runtime.settling import Settling
 from timer_service.runtime.terminals import Terminals
 from timer_service.runtime.wakes import WakeService
+from timer_service.urls import shown_url
 
 _RETRY_S = 1.0
 _PROBES = 50
@@ -245,7 +246,7 @@ class App:
         """Serve until SIGTERM or SIGINT, then drain. Raises when a part of it fails for good."""
         self._listen_for_signals()
         await self.http.start()
-        self.log.info(events.SERVICE_STARTING, nats=self.settings.nats)
+        self.log.info(events.SERVICE_STARTING, nats=shown_url(self.settings.nats))
         self.log.info(events.HTTP_LISTENING, port=self.http.port)
         work = asyncio.create_task(self._work(), name="service")
         drain = asyncio.create_task(self.monitor.draining.wait(), name="drain")

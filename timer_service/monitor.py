@@ -17,6 +17,7 @@ from timer_service.jetstream.provision import BLOCKING, Finding, Provisioner
 from timer_service.jetstream.watch import Watch
 from timer_service.metrics import Metrics
 from timer_service.runtime.admission import Admission
+from timer_service.urls import shown_url
 
 MAX_SKEW_MS = 250
 _RETRY_S = 1.0
@@ -118,7 +119,9 @@ class Monitor:
             return [Reason("draining", self._settings.instance, "the process is shutting down")]
         if not self._connection.connected:
             why = self._connection.last_error or "no answer yet"
-            return [Reason("broker_unreachable", self._settings.nats, f"not connected: {why}; it is tried again")]
+            return [
+                Reason("broker_unreachable", shown_url(self._settings.nats), f"not connected: {why}; it is tried again")
+            ]
         return [*self._broker_reasons(), *self._ring(), *self._clock_reasons(), *self._room_reasons()]
 
     def _broker_reasons(self) -> list[Reason]:

@@ -10,6 +10,8 @@ import typer
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 
+from timer_service.urls import shown_url
+
 S = TypeVar("S", bound=BaseSettings)
 
 
@@ -50,7 +52,7 @@ def load_settings(model: type[S], given: dict[str, Any]) -> S:
             name = fields.get(place, place)
             flag = "--" + name.replace("_", "-")
             text = mistake["msg"].removeprefix("Value error, ")
-            typer.echo(f"{flag} ({env_name(model, name)}): {text}; got {mistake['input']!r}", err=True)
+            typer.echo(f"{flag} ({env_name(model, name)}): {text}; got {_given(mistake['input'])!r}", err=True)
         raise typer.Exit(2) from None
 
 
@@ -72,6 +74,11 @@ def _option(model: type[BaseSettings], name: str, flags: tuple[str, ...] | None)
         default=None,
         annotation=Annotated[kind, typer.Option(*spelled, help=text, show_default=False)],
     )
+
+
+def _given(value: object) -> object:
+    """What was given, as it may be shown."""
+    return shown_url(value) if isinstance(value, str) else value
 
 
 def _shown(value: object) -> str:

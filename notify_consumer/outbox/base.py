@@ -32,6 +32,11 @@ FEEDBACK_LANE = ""
 """Where answered rows wait. No flow has this name."""
 
 
+def storable(text: str) -> str:
+    """``text`` with what not every store takes (NUL, half a surrogate pair) replaced: it must not hold up a row."""
+    return text.encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
 class State(StrEnum):
     """Where a row stands."""
 

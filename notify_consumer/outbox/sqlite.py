@@ -16,7 +16,17 @@ import msgspec
 from msgspec.structs import replace
 
 from notify_consumer.errors import LeaseLost
-from notify_consumer.outbox.base import FEEDBACK_LANE, Claim, Feedback, NewRow, Row, State, Survey, Waiting
+from notify_consumer.outbox.base import (
+    FEEDBACK_LANE,
+    Claim,
+    Feedback,
+    NewRow,
+    Row,
+    State,
+    Survey,
+    Waiting,
+    storable,
+)
 from notify_consumer.outbox.thread import SqliteThread
 
 CLOCK_STEP_MS = 1_000
@@ -138,7 +148,7 @@ class SqliteOutbox:
         return survey
 
     async def claim(self, owner: str, wanted: Mapping[str, int], lease_ms: int) -> list[Claim]:
-        lease = _Lease(owner, secrets.token_hex(16), lease_ms)
+        lease = _Lease(storable(owner), secrets.token_hex(16), lease_ms)
         return await self._thread.write(lambda db, now_ms: _claim(db, now_ms, wanted, lease))
 
     async def renew(self, claims: Sequence[Claim], lease_ms: int) -> set[str]:
@@ -150,13 +160,13 @@ class SqliteOutbox:
         return replace(claim, lane=FEEDBACK_LANE, feedback=feedback, sends=1)
 
     async def finish(self, claim: Claim, settled: str) -> None:
-        await self._fenced(_FINISH, claim, settled=settled)
+        await self._fenced(_FINISH, claim, settled=storable(settled))
 
     async def back_off(self, claim: Claim, delay_ms: int, error: str) -> None:
-        await self._fenced(_BACK_OFF, claim, delay_ms=delay_ms, error=error)
+        await self._fenced(_BACK_OFF, claim, delay_ms=delay_ms, error=storable(error))
 
     async def kill(self, claim: Claim, reason: str) -> None:
-        await self._fenced(_KILL, claim, reason=reason)
+        await self._fenced(_KILL, claim, reason=storable(reason))
 
     async def release(self, claim: Claim) -> None:
         await self._fenced(_RELEASE, claim)
@@ -213,7 +223,10 @@ def _insert(db: sqlite3.Connection, now_ms: int, rows: Sequence[NewRow]) -> set[
     for row in rows:
         readable = row.unreadable is None
         values = {
-            **msgspec.structs.asdict(row),
+            "resume_id": row.resume_id,
+            "flow": storable(row.flow),
+            "body": row.body,
+            "unreadable": row.unreadable and storable(row.unreadable),
             "state": State.PENDING if readable else State.DEAD,
             "readable": readable,
             "claimable_at": now_ms if readable else None,

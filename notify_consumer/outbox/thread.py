@@ -86,6 +86,8 @@ class SqliteThread:
             if not _is_busy(error):
                 self._disconnect()
             return [OutboxUnavailable(f"{self._path}: {error}") for _ in batch]
+        except Exception as error:  # nothing of a job's may end this worker, on which all that comes later waits
+            return [OutboxUnavailable(f"{self._path}: {error!r}") for _ in batch]
 
     def _transaction(self, batch: list[_Waiting]) -> list[Any]:
         connection = self._connection or self._connect()

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 import pytest
 
 from notify_consumer.errors import LeaseLost
 from notify_consumer.outbox.base import FEEDBACK_LANE, Claim, Feedback, NewRow, Outbox, State
-from notify_consumer.outbox.sqlite import SqliteOutbox
-from notify_consumer.testing import MemoryOutbox
 from tests.support.notify import new_row, until
+from tests.support.outboxes import STORES
 
 LONG_MS = 60_000
 SHORT_MS = 30
@@ -24,13 +22,10 @@ COMPLETE = Feedback("complete", {"v": 1, "command_id": "notify:x", "generation":
 Maker = Callable[[], Outbox]
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def maker(request: pytest.FixtureRequest, tmp_path: Path) -> Maker:
+@pytest.fixture(params=STORES)
+def maker(request: pytest.FixtureRequest) -> Maker:
     """Makes outboxes on one and the same store."""
-    if request.param == "memory":
-        shared = MemoryOutbox()
-        return lambda: shared
-    return lambda: SqliteOutbox(str(tmp_path / "folder" / "outbox.db"))
+    return STORES[request.param](request).make
 
 
 @pytest.fixture
@@ -117,6 +112,45 @@ async def test_a_readable_row_never_gives_way(outbox: Outbox) -> None:
     assert (kept.state, kept.last_error, kept.body) == (State.DEAD, "enough", row.body)
 
 
+async def test_of_one_batch_the_readable_copy_stays(outbox: Outbox) -> None:
+    """A batch that has a resume readable and unreadable keeps the readable one, whichever comes first."""
+    first, second = new_row("a"), new_row("b")
+    broken = [NewRow(row.resume_id, "unreadable", b"{", unreadable="broken") for row in (first, second)]
+    assert await outbox.insert([broken[0], first, second, broken[1]]) == {first.resume_id, second.resume_id}
+    for row in (first, second):
+        kept = await outbox.get(row.resume_id)
+        assert kept is not None
+        assert (kept.state, kept.body, kept.last_error) == (State.PENDING, row.body, None)
+
+
+async def test_texts_that_no_store_expects_hold_nothing_up(outbox: Outbox) -> None:
+    """NUL, half a surrogate pair, a dollar sign, a very long flow: the row goes its way, and the text stays readable."""
+    odd = "$claimable_at \0 \ud800 %s {} \N{SNOWMAN}"
+    flows = ["$state", "a\0b", "c\ud800d", "long" * 5_000]
+    rows = [new_row(f"r{at}", lane=flow) for at, flow in enumerate(flows)]
+    broken = NewRow("x" * 26 + ".0", "unreadable", b"{", unreadable=odd)
+    assert len(await outbox.insert([*rows, broken])) == 5
+    survey = await outbox.survey(5)
+    claims = await outbox.claim("$owner", dict.fromkeys(survey.lanes, 1), LONG_MS)
+    assert {claim.resume_id for claim in claims} == {row.resume_id for row in rows}
+    assert {claim.owner for claim in claims} == {"$owner"}
+    by_id = {claim.resume_id: claim for claim in claims}
+    back, dead, done, again = (by_id[row.resume_id] for row in rows)
+    await outbox.back_off(back, 0, odd)
+    await outbox.kill(dead, odd)
+    feedback = Feedback("complete", {"$set": "$state \0", "n": 2**70})
+    await outbox.finish(await outbox.store_outcome(done, feedback), odd)
+    await outbox.release(again)
+    kept = {each: await outbox.get(each.resume_id) for each in (back, dead, done)}
+    for row in kept.values():
+        assert row is not None
+        text = row.settled if row.state is State.DONE else row.last_error
+        assert text is not None
+        assert text.startswith("$claimable_at ")
+        assert text.endswith(" %s {} \N{SNOWMAN}")
+    assert [row.feedback for row in kept.values() if row is not None and row.feedback] == [feedback]
+
+
 # -- claiming -------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +196,31 @@ async def test_concurrent_claims_share_nothing(maker: Maker) -> None:
     assert len(set(ids)) == 60
     for each in boxes:
         await each.close()
+
+
+async def test_what_waited_longer_comes_first(outbox: Outbox) -> None:
+    """A row that backed off stands behind those that came meanwhile, however early it was taken in."""
+    await outbox.insert([new_row("a")])
+    claim = await taken(outbox)
+    await outbox.insert([new_row("b")])
+    await outbox.back_off(claim, SHORT_MS, "later")
+
+    async def both() -> bool:
+        waiting = (await outbox.survey(5)).lanes.get("x")
+        return waiting is not None and waiting.count == 2
+
+    await until(both, "both wait")
+    assert (await taken(outbox)).resume_id == new_row("b").resume_id
+    again = await taken(outbox)
+    assert (again.resume_id, again.waited_ms >= 0) == (claim.resume_id, True)
+
+
+async def test_a_batch_comes_in_its_order(outbox: Outbox) -> None:
+    """Rows of one batch are claimed in the order in which they stood in it."""
+    rows = [new_row(f"r{at}") for at in range(20)]
+    await outbox.insert(rows)
+    claims = [await taken(outbox) for _ in rows]
+    assert [claim.resume_id for claim in claims] == [row.resume_id for row in rows]
 
 
 async def test_a_claim_of_a_dead_owner_runs_out(outbox: Outbox) -> None:
@@ -377,6 +436,21 @@ async def test_the_survey_tells_what_waits(outbox: Outbox) -> None:
     assert 0 < survey.next_in_ms <= LONG_MS // 2
 
 
+async def test_a_row_that_can_be_claimed_again_is_surveyed(outbox: Outbox) -> None:
+    """A lease that ran out waits in its lane like any other row, and is no longer among what comes later."""
+    await outbox.insert([new_row("a"), new_row("b", lane="y")])
+    claim = await taken(outbox, lease_ms=SHORT_MS)
+    await outbox.store_outcome(await taken(outbox, "y", lease_ms=SHORT_MS), COMPLETE)
+
+    async def both() -> bool:
+        return set((await outbox.survey(5)).lanes) == {"x", FEEDBACK_LANE}
+
+    await until(both, "both leases ran out")
+    survey = await outbox.survey(5)
+    assert (survey.lanes["x"].count, survey.next_in_ms) == (1, None)
+    assert abs(survey.lanes["x"].oldest_ms - claim.expires_at_ms) < SHORT_MS
+
+
 async def test_the_survey_knows_who_waits_longest(outbox: Outbox) -> None:
     """The oldest waiting row of each lane is told, so that lanes can be compared."""
     await outbox.insert([new_row("a", lane="late")])
@@ -388,7 +462,10 @@ async def test_the_survey_knows_who_waits_longest(outbox: Outbox) -> None:
 
     await until(both, "both lanes wait")
     lanes = (await outbox.survey(1)).lanes
-    assert lanes["early"].oldest_ms < lanes["late"].oldest_ms
+    rows = {lane: await outbox.get(new_row(name).resume_id) for lane, name in (("late", "a"), ("early", "b"))}
+    assert {lane: waiting.oldest_ms for lane, waiting in lanes.items()} == {
+        lane: row and row.claimable_at_ms for lane, row in rows.items()
+    }
 
 
 async def test_pruning_takes_old_done_rows_only(outbox: Outbox) -> None:

@@ -112,7 +112,7 @@ async def test_a_newer_schema_is_refused(outbox: SqliteOutbox, path: Path) -> No
 
 async def test_a_batch_is_all_or_none(outbox: SqliteOutbox) -> None:
     """A transaction that fails in the middle leaves nothing behind, and the store goes on."""
-    broken = NewRow("b.0", object(), b"")  # type: ignore[arg-type]  # nothing that SQLite can store
+    broken = NewRow("b.0", "x", object())  # type: ignore[arg-type]  # nothing that SQLite can store
     with pytest.raises(OutboxUnavailable):
         await outbox.insert([new_row("a"), broken])
     assert (await outbox.counts())[State.PENDING] == 0

@@ -24,6 +24,7 @@ from timer_service.errors import (
 )
 from timer_service.jetstream import topology
 from timer_service.jetstream.framing import Client
+from timer_service.urls import shown_url
 
 PENDING_BYTES = 256 * 2**20
 _RECONNECT_WAIT_S = 0.1
@@ -127,7 +128,7 @@ class Connection:
         try:
             await self._open()
         except nats.errors.Error as error:
-            raise Unavailable(f"{self.url!r} can't be used: {str(error).removeprefix('nats: ')}") from error
+            raise Unavailable(f"{shown_url(self.url)!r} can't be used: {str(error).removeprefix('nats: ')}") from error
 
     async def _open(self) -> None:
         options: dict[str, Any] = {"reconnect_time_wait": _RECONNECT_WAIT_S}  # nats-py's annotation wants whole seconds
@@ -164,7 +165,7 @@ class Connection:
     @property
     def client(self) -> Client:
         if self._client is None:
-            raise Unavailable(f"not connected to {self.url} yet")
+            raise Unavailable(f"not connected to {shown_url(self.url)} yet")
         return self._client
 
     @property
