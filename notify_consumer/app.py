@@ -47,7 +47,9 @@ class App:
         self._outbox_error: str | None = "not opened yet"
         self._counts: dict[State, int] = {}
         self.metrics = Metrics()
-        self.outbox = make_outbox(settings.outbox)
+        self.outbox = make_outbox(
+            settings.outbox, nats=settings.nats, creds=settings.creds, timeout_ms=settings.request_timeout_ms
+        )
         self.connection = Connection(
             settings.nats,
             name=f"notify-consumer.{settings.instance}",

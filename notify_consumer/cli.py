@@ -117,12 +117,13 @@ def _purge(
 
 _COMMANDS: dict[str, Callable[..., None]] = {"list": _list, "show": _show, "revive": _revive, "purge": _purge}
 for _name, _command in _COMMANDS.items():
-    outbox_app.command(_name)(settings_command(Settings, _command, only=("outbox",)))
+    outbox_app.command(_name)(settings_command(Settings, _command, only=("outbox", "nats", "creds")))
 
 
 def _run(settings: Settings, work: Any) -> Any:
     try:
-        return asyncio.run(_with_outbox(make_outbox(settings.outbox, create=False), work))
+        outbox = make_outbox(settings.outbox, create=False, nats=settings.nats, creds=settings.creds)
+        return asyncio.run(_with_outbox(outbox, work))
     except OutboxError as error:
         refuse(str(error))
 

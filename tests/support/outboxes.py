@@ -11,11 +11,14 @@ import msgspec
 import pytest
 
 from notify_consumer.outbox.base import Outbox
+from notify_consumer.outbox.nats_kv import NatsOutbox
 from notify_consumer.outbox.sqlite import SqliteOutbox
 from notify_consumer.testing import MemoryOutbox
+from tests.support.broker import Broker
 from tests.support.postgres import Postgres
 
 MONGODB_URL = "NOTIFY_CONSUMER_TEST_MONGODB_URL"
+NATS_BYTES = 32 * 2**20
 
 
 class Store(msgspec.Struct, frozen=True):
@@ -69,11 +72,20 @@ def _mongodb(request: pytest.FixtureRequest) -> Store:
     return Store(lambda: MongoOutbox(url, collection=collection), source)
 
 
+def _nats(request: pytest.FixtureRequest) -> Store:
+    server: Broker = request.getfixturevalue("shared_broker")
+    bucket = f"TEST_{secrets.token_hex(8)}"
+    arguments = f"{server.url!r}, bucket={bucket!r}, max_bytes={NATS_BYTES}"
+    source = f"from notify_consumer.outbox.nats_kv import NatsOutbox\noutbox = NatsOutbox({arguments})"
+    return Store(lambda: NatsOutbox(server.url, bucket=bucket, max_bytes=NATS_BYTES), source)
+
+
 STORES: dict[str, Callable[[pytest.FixtureRequest], Store]] = {
     "memory": _memory,
     "sqlite": _sqlite,
     "postgres": _postgres,
     "mongodb": _mongodb,
+    "nats": _nats,
 }
 SHARED = [name for name in STORES if name != "memory"]
 """Stores that several processes can use."""

@@ -15,6 +15,7 @@ SCHEDULES = "DURABLE_TIMER_SCHEDULES"
 RESUMES = "DURABLE_TIMER_RESUMES"
 TERMINALS = "DURABLE_TIMER_TERMINALS"
 REJECTIONS = "DURABLE_TIMER_REJECTIONS"
+OUTBOX_BUCKET = "NOTIFY_CONSUMER_OUTBOX"
 
 COMMAND_CONSUMER = "DURABLE_TIMER_COMMAND_SERVICE"
 WAKE_CONSUMER = "DURABLE_TIMER_WAKE_SERVICE"
@@ -51,6 +52,7 @@ REJECTIONS_MAX_AGE_S = 7 * 86_400
 REJECTIONS_MAX_BYTES = 256 * 2**20
 SCHEDULES_MAX_BYTES = 256 * 2**20
 LEASES_MAX_BYTES = 2**20
+OUTBOX_MAX_BYTES = 2**30
 NS = 1_000_000_000
 
 
@@ -193,6 +195,15 @@ def streams(sizes: Sizes) -> tuple[StreamSpec, ...]:
     )
 
 
+def outbox(max_bytes: int = OUTBOX_MAX_BYTES, bucket: str = OUTBOX_BUCKET) -> StreamSpec:
+    """The bucket of a notify consumer that runs with ``--outbox nats``; the timer service has nothing to do with it.
+
+    What is done with goes by its sequence, so messages may be deleted.
+    """
+    options = {"max_msgs_per_subject": 1, "allow_direct": True}
+    return StreamSpec(f"KV_{bucket}", (f"$KV.{bucket}.>",), max_bytes, options=options)
+
+
 @dataclass(frozen=True, slots=True)
 class ConsumerSpec:
     """A durable pull consumer with explicit acks and no limit on pending ones (the pull window bounds memory)."""
@@ -227,7 +238,7 @@ _NAMES = {
     word.lower(): word
     for text in (
         _API_WORDS,
-        *(text for spec in streams(Sizes()) for text in (spec.name, *spec.subjects)),
+        *(text for spec in (*streams(Sizes()), outbox()) for text in (spec.name, *spec.subjects)),
         *(spec.name for spec in CONSUMERS),
     )
     for word in text.removesuffix(".>").split(".")
@@ -249,7 +260,7 @@ def as_granted(subject: str) -> str:
 
 def stream_of(subject: str) -> str | None:
     """The stream that a subject of ours, or a request about it, belongs to."""
-    for spec in streams(Sizes()):
+    for spec in (*streams(Sizes()), outbox()):
         if spec.name in subject.split(".") or any(subject.startswith(own.removesuffix(">")) for own in spec.subjects):
             return spec.name
     return None
