@@ -195,7 +195,8 @@ class DelayedScheduler(Generic[Id]):
         self._capacity = capacity
         self._heap: IndexedHeap[Id] = IndexedHeap()
         self._pending: dict[Id, _Pending[Id]] = {}
-        self._changed = threading.Condition()  # its lock is an RLock: stop may come from a signal handler
+        self._lock = threading.RLock()  # stop may come from a signal handler, while its thread holds the lock
+        self._changed = threading.Condition(self._lock)
         self._running = self._stopping = self._woken = False
 
     def __len__(self) -> int:
@@ -209,25 +210,22 @@ class DelayedScheduler(Generic[Id]):
         SchedulerFull for a new id at capacity, TypeError unless ``due`` is an int.
         """
         _check_time(due)
-        with self._changed:
+        with self._lock:
             pending = self._pending.get(id)
-            if pending is None:
-                self._add(id, due, callback)
-            else:
+            if pending is not None:
                 pending.callback = callback
                 self._heap.update(pending, due, pending.seq)
-            if self._pending[id].index == 0:
+            elif len(self._pending) < self._capacity:
+                pending = self._pending[id] = _Pending(id, due, callback)
+                self._heap.push(pending)
+            else:
+                raise SchedulerFull(f"{self._capacity} ids are pending, there is no room for another")
+            if pending.index == 0:
                 self._changed.notify()
-
-    def _add(self, id: Id, due: int, callback: Callable[[], object]) -> None:
-        if len(self._pending) >= self._capacity:
-            raise SchedulerFull(f"{self._capacity} ids are pending, there is no room for another")
-        pending = self._pending[id] = _Pending(id, due, callback)
-        self._heap.push(pending)
 
     def cancel(self, id: Id) -> bool:
         """Forget ``id``: True if it was pending. False otherwise, also once its callback is claimed. O(log n)."""
-        with self._changed:
+        with self._lock:
             pending = self._pending.pop(id, None)
             if pending is None:
                 return False
@@ -236,7 +234,7 @@ class DelayedScheduler(Generic[Id]):
 
     def next(self) -> int | None:
         """Return the earliest due time, None when nothing is pending. O(1)."""
-        with self._changed:
+        with self._lock:
             head = self._heap.peek()
             return None if head is None else head.at
 
@@ -262,7 +260,7 @@ class DelayedScheduler(Generic[Id]):
 
     def _claim(self, now: int) -> list[_Pending[Id]]:
         claimed: list[_Pending[Id]] = []
-        with self._changed:
+        with self._lock:
             while (head := self._heap.peek()) is not None and head.at <= now:
                 self._heap.pop()
                 claimed.append(self._pending[head.key])
@@ -286,7 +284,7 @@ class DelayedScheduler(Generic[Id]):
         An exception of a callback, or of the clock, comes out and ends it; it may be called again. AlreadyRunning,
         with nothing changed, while another ``run`` of this scheduler is under way, in whichever thread.
         """
-        with self._changed:
+        with self._lock:
             if self._running:
                 raise AlreadyRunning("this scheduler is being run already")
             self._running = True
@@ -296,13 +294,13 @@ class DelayedScheduler(Generic[Id]):
                 self.run_due(clock())
                 self._wait(clock, pace)
         finally:
-            with self._changed:
+            with self._lock:
                 self._running = self._stopping = False
 
     def _wait(self, clock: Callable[[], int], pace: _Pace) -> None:
         self._woken = False  # before the clock is read: a move after that leaves its mark here
         now = clock()
-        with self._changed:
+        with self._lock:
             head = self._heap.peek()
             if self._stopping or self._woken or (head is not None and head.at <= now):
                 return
@@ -311,7 +309,7 @@ class DelayedScheduler(Generic[Id]):
 
     def wake(self) -> None:
         """Make ``run`` look at its clock anew, since it jumped. Call it after the jump."""
-        with self._changed:
+        with self._lock:
             self._woken = True
             self._changed.notify()
 
@@ -322,7 +320,7 @@ class DelayedScheduler(Generic[Id]):
         the next one, which returns without running anything: a stop that overtakes the thread it is meant for
         is not lost.
         """
-        with self._changed:
+        with self._lock:
             self._stopping = True
             self._changed.notify()
 
