@@ -1,5 +1,8 @@
 """The composition: what a notify consumer consists of, in which order it starts, and how it ends.
 
+    async with NotifyConsumer(Settings(instance="shop-1"), handlers) as consumer:    # within another program
+        ...
+
 At the end readiness goes first; then no more resumes are asked for, and what has arrived is put away; then running
 handlers finish within the grace and the rest is handed back; then the connections close, HTTP last.
 """
@@ -12,6 +15,9 @@ import os
 import secrets
 import signal
 import sys
+from collections.abc import Callable, Coroutine, Generator
+from types import TracebackType
+from typing import Any
 
 from notify_consumer import events
 from notify_consumer.config import Settings
@@ -24,6 +30,7 @@ from notify_consumer.outbox.base import State
 from notify_consumer.relay import Relay
 from notify_consumer.retention import kept_ms
 from timer_service.client import TimerClient
+from timer_service.clock import SystemClock
 from timer_service.config import split_address
 from timer_service.http import HttpServer, Readiness, Reason
 from timer_service.jetstream.connection import Connection
@@ -36,13 +43,25 @@ COUNT_S = 2.0
 PRUNE_S = 3_600.0
 
 
-class App:
-    """One notify consumer. ``run`` returns after ``stop`` when everything is drained."""
+class NotifyConsumer:
+    """One notify consumer within an asyncio program: ``start`` and ``stop`` it, or use it as a context manager.
 
-    def __init__(self, settings: Settings, handlers: Handlers) -> None:
+    It installs no signal handlers, leaves the set-up of logging as it is, and serves HTTP only when asked to with
+    ``http``. Several may run in one process, each with an ``instance`` of its own; each works once. ``client`` may be
+    used for timers of one's own while it runs.
+    """
+
+    def __init__(self, settings: Settings, handlers: Handlers, *, http: bool = False) -> None:
         self._settings = settings
+        self._serves_http = http
+        self._clock = SystemClock()
         self._log = get_logger()
         self._stopping = asyncio.Event()
+        self._ended_all = asyncio.Event()
+        self._started = False
+        self._running: asyncio.Task[None] | None = None
+        self.failure: Exception | None = None
+        """What ended it by itself, None while nothing has."""
         self._working = False
         self._outbox_error: str | None = "not opened yet"
         self._counts: dict[State, int] = {}
@@ -73,17 +92,91 @@ class App:
         host, port = split_address(settings.http)
         self.http = HttpServer(host, port, ready=self.readiness, registry=self.metrics.registry)
 
-    def stop(self) -> None:
-        """Begin to drain. Repeating it does nothing."""
+    async def start(self) -> None:
+        """Begin to work, and return while it gets ready: ``until_ready`` waits for that, ``health`` tells.
+
+        Broker and outbox may come later. Raises OSError when HTTP was asked for and its address can't be had,
+        RuntimeError when it was started before.
+        """
+        await self._listen()
+        self._running = asyncio.create_task(self._keep_running(), name="notify-consumer")
+
+    def stop(self) -> Ending:
+        """Begin to drain; await what this returns for the end of it. Repeating it does nothing."""
         self._stopping.set()
+        return Ending(self._end)
+
+    async def wait(self) -> None:
+        """Wait until it has ended, by ``stop`` or by itself. Raises what it failed with."""
+        await self._end()
+        if self.failure is not None:
+            raise self.failure
+
+    async def until_ready(self) -> None:
+        """Wait until it is ready once. Raises what it failed with, RuntimeError when it was stopped before."""
+        while not self.health.ready:
+            if self._stopping.is_set() or self._ended_all.is_set():
+                await self.wait()
+                raise RuntimeError("the notify consumer was stopped before it was ready")
+            await asyncio.sleep(WATCH_S)
+
+    @property
+    def health(self) -> Readiness:
+        """Whether it is ready, the reasons against it, and details; the same as ``/readyz`` says."""
+        return self.readiness()
+
+    async def __aenter__(self) -> NotifyConsumer:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+        if error is None and self.failure is not None:
+            raise self.failure
 
     async def run(self) -> None:
-        """Serve until ``stop``. Raises OSError when the HTTP address can't be had."""
+        """Work until ``stop``. Raises what ``start`` raises, and what it failed with. Cancelling it is a crash."""
+        await self._listen()
+        await self._run()
+
+    async def _listen(self) -> None:
+        if self._started:
+            raise RuntimeError("a notify consumer works once: make a new one")
         self._log.info(
             events.SERVICE_STARTING, instance=self._settings.instance, outbox=shown_url(self._settings.outbox)
         )
-        await self.http.start()
-        self._log.info(events.HTTP_LISTENING, address=self._settings.http, port=self.http.port)
+        if self._serves_http:
+            await self.http.start()
+            self._log.info(events.HTTP_LISTENING, address=self._settings.http, port=self.http.port)
+        self._started = True
+
+    async def _end(self) -> None:
+        if self._started:
+            await self._ended_all.wait()
+
+    async def _keep_running(self) -> None:
+        with contextlib.suppress(Exception):  # it is kept in failure
+            await self._run()
+
+    async def _run(self) -> None:
+        try:
+            await self._drained()
+        except ExceptionGroup as group:
+            self.failure = _first(group)
+            self._log.exception(events.SERVICE_FAILED, error=str(self.failure))
+        except asyncio.CancelledError:
+            self._ended_all.set()
+            raise
+        try:
+            await self._close()
+        finally:
+            self._ended_all.set()
+        if self.failure is not None:
+            raise self.failure
+
+    async def _drained(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(self._watch_readiness(), name="app.readiness"),
@@ -97,7 +190,6 @@ class App:
             await self._ended(serving)
             for task in background:
                 task.cancel()
-        await self._close()
 
     # -- the parts ----------------------------------------------------------------------------------------
 
@@ -144,11 +236,15 @@ class App:
             await serving
 
     async def _close(self) -> None:
-        await self.client.close()
-        await self.connection.close()
-        await self.outbox.close()
-        await self.http.stop()
-        self._log.info(events.SERVICE_STOPPED)
+        """Close everything, from the end of this list to its beginning, also when one of them fails to."""
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self._log.info, events.SERVICE_STOPPED)
+            stack.push_async_callback(self.http.stop)
+            stack.push_async_callback(self.outbox.close)
+            stack.push_async_callback(self.connection.close)
+            stack.push_async_callback(self.client.close)
+            if self.failure is not None:
+                stack.push_async_callback(self.consumer.stop)  # it was left as it was
 
     async def _keep_counting(self) -> None:
         while True:
@@ -156,7 +252,8 @@ class App:
                 with contextlib.suppress(OutboxUnavailable):  # the relay says so
                     self._counts = await self.outbox.counts()
                     self.metrics.rows(self._counts)
-            self.metrics.handling(self.relay.handling)
+                    self.metrics.waiting(await self.outbox.survey(1), self._clock.now_ms())
+            self.metrics.handling(self.relay.handling, self.relay.longest_s)
             await asyncio.sleep(COUNT_S)
 
     async def _keep_pruning(self) -> None:
@@ -183,6 +280,8 @@ class App:
         return Readiness(not reasons, reasons, details)
 
     def _reasons(self) -> list[Reason]:
+        if self.failure is not None:
+            return [Reason("failed", "process", f"{type(self.failure).__name__}: {self.failure}")]
         if self._stopping.is_set():
             return [Reason("draining", "process", "the process is ending")]
         found = []
@@ -212,6 +311,30 @@ class App:
             self._log.warning(
                 events.SERVICE_NOT_READY, code=reason.code, resource=reason.resource, message=reason.message
             )
+
+
+class App(NotifyConsumer):
+    """The whole process: a notify consumer that serves HTTP. ``run`` returns after ``stop``, when all is drained."""
+
+    def __init__(self, settings: Settings, handlers: Handlers) -> None:
+        super().__init__(settings, handlers, http=True)
+
+
+class Ending:
+    """What ``stop`` returns: awaiting it waits for the end, leaving it alone does no harm."""
+
+    def __init__(self, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._end = end
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        return self._end().__await__()
+
+
+def _first(error: Exception) -> Exception:
+    """The first error in a group, which is what ended everything."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 async def serve(settings: Settings, handlers: Handlers) -> None:

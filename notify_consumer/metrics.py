@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from notify_consumer.outbox.base import State
+from notify_consumer.outbox.base import FEEDBACK_LANE, State, Survey
 
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60, 300, 3600)
 
@@ -32,11 +32,21 @@ class Metrics:
             buckets=_BUCKETS,
             registry=self.registry,
         )
-
         self._ran = Histogram(
             "notify_consumer_handler_seconds",
             "How long handlers ran, whatever came of it",
             buckets=_BUCKETS,
+            registry=self.registry,
+        )
+        self._longest = Gauge(
+            "notify_consumer_longest_handler_seconds",
+            "For how long the oldest running handler runs",
+            registry=self.registry,
+        )
+        self._oldest = Gauge(
+            "notify_consumer_oldest_ready_seconds",
+            "For how long the oldest row waits that could be claimed: for its handler, or with an answer to be sent",
+            ("state",),
             registry=self.registry,
         )
 
@@ -65,8 +75,18 @@ class Metrics:
     def claimed(self, waited_ms: int) -> None:
         self._waited.observe(max(waited_ms, 0) / 1000)
 
-    def handling(self, count: int) -> None:
+    def handling(self, count: int, longest_s: float) -> None:
         self._handling.set(count)
+        self._longest.set(longest_s)
+
+    def waiting(self, survey: Survey, now_ms: int) -> None:
+        """As good as ``now_ms`` agrees with the store's clock."""
+        since = {State.PENDING: now_ms, State.ANSWERED: now_ms}
+        for lane, found in survey.lanes.items():
+            state = State.ANSWERED if lane == FEEDBACK_LANE else State.PENDING
+            since[state] = min(since[state], found.oldest_ms)
+        for state, oldest_ms in since.items():
+            self._oldest.labels(state.value).set((now_ms - oldest_ms) / 1000)
 
     def rows(self, counts: Mapping[State, int]) -> None:
         for state, count in counts.items():

@@ -85,6 +85,12 @@ class Relay:
         return sum(not run.sending for run in self._runs.values())
 
     @property
+    def longest_s(self) -> float:
+        """For how long the oldest of them is, 0 without any."""
+        now = asyncio.get_running_loop().time()
+        return max((now - run.begun_at for run in self._runs.values() if not run.sending), default=0.0)
+
+    @property
     def sending(self) -> int:
         """How many feedbacks are on their way."""
         return sum(run.sending for run in self._runs.values())

@@ -12,7 +12,7 @@ import nats
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from notify_consumer.app import App
+from notify_consumer.app import App, NotifyConsumer
 from notify_consumer.config import Settings
 from notify_consumer.handlers import Handlers
 from notify_consumer.outbox.base import Row, State
@@ -124,7 +124,7 @@ class Bench:
             await app.http.stop()
 
 
-async def reaches(app: App, state: State, name: str = "order-1", **fields: Any) -> Row:
+async def reaches(app: NotifyConsumer, state: State, name: str = "order-1", **fields: Any) -> Row:
     """The row of the resume ``name`` once it is in ``state``."""
     resume_id = resume_body(name, **fields)["resume_id"]
 
