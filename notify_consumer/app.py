@@ -75,7 +75,9 @@ class NotifyConsumer:
             creds=settings.creds,
             timeout_ms=settings.request_timeout_ms,
         )
-        self.client = TimerClient(self.connection, timeout_ms=settings.request_timeout_ms)
+        self.client = TimerClient(
+            self.connection, timeout_ms=settings.request_timeout_ms, reply_prefix=settings.reply_prefix
+        )
         # A claim belongs to this very process: one that starts under the same name does not inherit it.
         owner = f"{settings.instance}/{os.getpid()}/{secrets.token_hex(4)}"
         self.relay = Relay(

@@ -13,7 +13,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from notify_consumer.errors import BadSetting
 from notify_consumer.outbox import FORMS, check_outbox
 from notify_consumer.policy import Policy
-from timer_service.config import DEFAULT_NATS_URL, Address
+from timer_service.client import DEFAULT_REPLY_PREFIX
+from timer_service.config import DEFAULT_NATS_URL, Address, check_reply_prefix
 
 DEFAULT_OUTBOX = "sqlite:notify-consumer.db"
 DAY_MS = 86_400_000
@@ -89,6 +90,9 @@ class Settings(BaseSettings):
     request_timeout_ms: Annotated[
         int, Field(ge=100, le=60_000, description="ms until a missing reply of the broker or outcome counts as lost")
     ] = 5_000
+    reply_prefix: Annotated[
+        str, AfterValidator(check_reply_prefix), Field(description="as REPLY_PREFIX of the timer service says")
+    ] = DEFAULT_REPLY_PREFIX
     keep_done_s: Annotated[
         int,
         Field(

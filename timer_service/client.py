@@ -37,6 +37,7 @@ from timer_service.wire.commands import Kind, timer_key
 from timer_service.wire.records import Outcome, encode
 
 DEFAULT_TIMEOUT_MS = 15_000
+DEFAULT_REPLY_PREFIX = "_INBOX."
 _outcomes = msgspec.json.Decoder(Outcome)
 
 TimerName = str | Mapping[str, str]
@@ -64,12 +65,22 @@ def due_body(delay_ms: int | None, at: datetime | str | None, at_ms: int | None)
 
 
 class TimerClient:
-    """One connection; safe for many concurrent calls from one event loop."""
+    """One connection; safe for many concurrent calls from one event loop.
 
-    def __init__(self, connection: Connection, *, timeout_ms: int = DEFAULT_TIMEOUT_MS) -> None:
+    ``reply_prefix`` is what the service's REPLY_PREFIX says: outcomes are told on subjects that begin so.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        timeout_ms: int = DEFAULT_TIMEOUT_MS,
+        reply_prefix: str = DEFAULT_REPLY_PREFIX,
+    ) -> None:
         self._connection = connection
         self._publisher = Publisher(connection)
         self._timeout_ms = timeout_ms
+        self._reply_prefix = reply_prefix
         self._waiting: dict[str, asyncio.Future[Outcome]] = {}
         self._inbox = ""
         self._owns_connection = False
@@ -83,6 +94,7 @@ class TimerClient:
         name: str = "timer-client",
         connect_timeout_ms: int = 5_000,
         timeout_ms: int = DEFAULT_TIMEOUT_MS,
+        reply_prefix: str = DEFAULT_REPLY_PREFIX,
     ) -> TimerClient:
         """Connect. Raises Unavailable when the broker is not there within ``connect_timeout_ms``."""
         connection = Connection(url, name=name, creds=creds)
@@ -90,7 +102,7 @@ class TimerClient:
             await asyncio.wait_for(connection.open(), connect_timeout_ms / 1000)
         except (TimeoutError, OSError):
             raise Unavailable(f"no broker at {url}: {connection.last_error or 'no answer'}") from None
-        client = cls(connection, timeout_ms=timeout_ms)
+        client = cls(connection, timeout_ms=timeout_ms, reply_prefix=reply_prefix)
         client._owns_connection = True
         await client.open()
         return client
@@ -98,7 +110,7 @@ class TimerClient:
     async def open(self) -> None:
         """Subscribe for outcomes. Only needed with a connection of your own."""
         await self._publisher.start()
-        self._inbox = self._connection.client.new_inbox()
+        self._inbox = self._reply_prefix + uuid.uuid4().hex
         await self._connection.subscribe(f"{self._inbox}.*", self._on_outcome)
 
     async def close(self) -> None:

@@ -28,7 +28,8 @@ def _file(path: str) -> str:
     return path
 
 
-def _reply_prefix(value: str) -> str:
+def check_reply_prefix(value: str) -> str:
+    """``value``, where it is a prefix of subjects that anybody may write to. Raises ValueError."""
     if not value or any(char in value for char in " *>") or not value.isascii() or not value.isprintable():
         raise ValueError("must be a literal subject prefix, such as _INBOX.")
     if value.startswith(("$", "durable_timer.", "triggers.")):
@@ -70,7 +71,7 @@ class Settings(BaseSettings):
     provision: Annotated[bool, Field(description="create missing resources at the start")] = True
 
     reply_prefix: Annotated[
-        str, AfterValidator(_reply_prefix), Field(description="subjects that outcomes may go to begin so")
+        str, AfterValidator(check_reply_prefix), Field(description="subjects that outcomes may go to begin so")
     ] = "_INBOX."
     admission_watermark_percent: Annotated[
         int, Field(ge=1, le=99, description="percent full from which starts are held")

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 import typer
 
-from timer_service.client import TimerClient
+from timer_service.client import DEFAULT_REPLY_PREFIX, TimerClient
 from timer_service.embedded import EmbeddedServerError
 from timer_service.errors import DurableTimerError, Unavailable
 from timer_service.jetstream.connection import Connection
@@ -70,6 +70,11 @@ async def connected(url: str, creds: str | None = None, *, timeout_ms: int = 5_0
         await connection.close()
 
 
+def _reply_prefix() -> str:
+    """As the service has it, by the same variable."""
+    return os.environ.get("DURABLE_TIMER_REPLY_PREFIX") or DEFAULT_REPLY_PREFIX
+
+
 def _check_file(creds: str | None) -> None:
     if creds is not None and not Path(creds).is_file():
         refuse(f"--creds: {creds} is not a file", 2)
@@ -79,7 +84,7 @@ def _check_file(creds: str | None) -> None:
 async def client(url: str, creds: str | None = None) -> AsyncIterator[TimerClient]:
     """A client for the time of the block. Raises Unavailable when the broker is not there within seconds."""
     async with connected(url, creds) as connection:
-        timers = TimerClient(connection)
+        timers = TimerClient(connection, reply_prefix=_reply_prefix())
         await timers.open()
         try:
             yield timers
