@@ -56,6 +56,8 @@ class PostgresOutbox:
             # Anything else it says may quote the password.
             told = f": {error}" if "query parameter" in str(error) else ""
             raise BadSetting(f"not a URL that libpq understands{told}") from None
+        if not self._connections.ports_are_numbers:  # libpq complains about it at each connection only
+            raise BadSetting("a port has to be a number (and a password to be escaped)")
         self._create = create
         self._schema = schema
         self._statements = Statements(schema)

@@ -1,7 +1,7 @@
 """A few connections to PostgreSQL: none hangs, none is used again after an error, each is ready for work.
 
-Not psycopg_pool: its error for a server that is away is that no connection was to be had, not why; and cancelling a
-statement, which is how a time-out works in psycopg, waits for the server's answer, which a frozen server never gives.
+Not psycopg_pool: its error for a server that is away is that no connection was to be had, not why. And no statement is
+cancelled, which is how a time-out works in psycopg: that waits for the server's answer, and a frozen one has none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from notify_consumer.errors import OutboxError, OutboxUnavailable
+from notify_consumer.errors import OutboxUnavailable
 from timer_service.urls import hide_secrets, shown_url
 
 T = TypeVar("T")
@@ -43,9 +43,12 @@ class Connections:
             url, client_encoding="UTF8", **{name: value for name, value in _DEFAULTS.items() if name not in given}
         )
         self._secrets = [str(given[name]) for name in ("password", "sslpassword") if given.get(name)]
+        ports = str(given.get("port") or "").split(",")
+        self.ports_are_numbers = all(port.isascii() and port.isdigit() for port in ports if port)
         self._prepare = prepare
         self._slots = asyncio.Semaphore(SIZE)
         self._idle: list[Session] = []
+        self._cut_off: set[asyncio.Task[Any]] = set()
         self._closed = False
         self.shown = shown_url(url)
 
@@ -72,6 +75,8 @@ class Connections:
         self._closed = True
         for _ in range(SIZE):
             await self._slots.acquire()
+        if self._cut_off:
+            await asyncio.wait(self._cut_off)
         while self._idle:
             await self._idle.pop().close()
 
@@ -96,22 +101,23 @@ class Connections:
         return session
 
     async def _watched(self, session: Session, deadline: float, work: Callable[[Session], Awaitable[T]]) -> T:
-        """Run ``work``; at the deadline the connection is cut, which ends all waiting on it."""
-        loop = asyncio.get_running_loop()
-        cutting = loop.call_at(deadline, _cut, session)
+        """Run ``work`` in a task of its own: at the deadline, or when nobody waits any more, its connection is cut."""
+        task = asyncio.create_task(_ended_by_errors(session, work))
         try:
-            return await work(session)
-        except OutboxError:
-            await session.close()
-            raise
-        except BaseException as error:
-            late = loop.time() >= deadline
-            await session.close()
-            if late and isinstance(error, psycopg.Error):
-                raise TimeoutError from None
-            raise
+            await asyncio.wait({task}, timeout=deadline - asyncio.get_running_loop().time())
         finally:
-            cutting.cancel()
+            if not task.done():
+                _cut(session)
+                self._cut_off.add(task)
+                task.add_done_callback(self._forget)
+        if not task.done():
+            raise TimeoutError
+        return task.result()
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._cut_off.discard(task)
+        if not task.cancelled():
+            task.exception()  # the one who asked has been told
 
     def _reusable(self) -> Session | None:
         while self._idle:
@@ -124,6 +130,14 @@ class Connections:
     def _unavailable(self, text: str) -> OutboxUnavailable:
         line = " ".join(text.split()) or "unknown error"
         return OutboxUnavailable(f"{self.shown}: {hide_secrets(line, self._secrets)}")
+
+
+async def _ended_by_errors(session: Session, work: Callable[[Session], Awaitable[T]]) -> T:
+    try:
+        return await work(session)
+    except BaseException:
+        await session.close()
+        raise
 
 
 def _has_ended(session: Session) -> bool:

@@ -124,7 +124,7 @@ async def test_of_one_batch_the_readable_copy_stays(outbox: Outbox) -> None:
 
 
 async def test_texts_that_no_store_expects_hold_nothing_up(outbox: Outbox) -> None:
-    """NUL, half a surrogate pair, a dollar sign, a very long flow: the row goes its way, and the text stays readable."""
+    """NUL, half a surrogate pair, a dollar sign, a very long flow: the row goes its way, the text stays readable."""
     odd = "$claimable_at \0 \ud800 %s {} \N{SNOWMAN}"
     flows = ["$state", "a\0b", "c\ud800d", "long" * 5_000]
     rows = [new_row(f"r{at}", lane=flow) for at, flow in enumerate(flows)]

@@ -12,14 +12,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from notify_consumer.app import App
 from notify_consumer.cli import app
 from notify_consumer.config import Settings
 from notify_consumer.errors import BadSetting
+from notify_consumer.handlers import Handlers
 from notify_consumer.loading import load_handlers
-from notify_consumer.outbox import make_outbox
+from notify_consumer.outbox import check_outbox, make_outbox
 from notify_consumer.outbox.base import NewRow
 from notify_consumer.outbox.sqlite import SqliteOutbox
 from tests.support.notify import new_row, resume_body
+from timer_service.http import Reason
 
 # The table of the contract, section 7: flag, variable, default.
 FIXED = [
@@ -78,6 +81,11 @@ def test_the_environment_counts_and_flags_count_more(monkeypatch: pytest.MonkeyP
         ("--handlers", "a:b:c", "MODULE"),
         ("--outbox", "mysql://x", "sqlite:PATH"),
         ("--outbox", "sqlite:", "sqlite:PATH"),
+        ("--outbox", "postgresql://", "postgresql://USER@HOST/DATABASE"),
+        ("--outbox", "postgresql://h/d?sslmod=require", 'invalid URI query parameter: "sslmod"'),
+        ("--outbox", "postgresql://h:port/d", "a port has to be a number (and a password to be escaped)"),
+        ("--outbox", "mongodb://me:a@b@h/d", "passwords have to be escaped"),
+        ("--outbox", "mongodb://h:port/d", "not a URL that MongoDB's driver understands"),
         ("--lease-ms", "0", "greater than or equal to 100"),
         ("--lease-ms", "soon", "valid integer"),
         ("--backoff-initial-ms", "0", "greater than or equal to 1"),
@@ -162,6 +170,64 @@ def test_an_outbox_is_named_by_a_url(tmp_path: Path, url: str, file: str) -> Non
 async def _closed(work: object, outbox: object) -> None:
     await work  # type: ignore[misc]
     await outbox.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [
+        ("postgresql://me@h1,h2/d?target_session_attrs=read-write", "PostgresOutbox"),
+        ("postgres:///d", "PostgresOutbox"),
+        ("mongodb://me:p%40ss@h1,h2/d?replicaSet=r", "MongoOutbox"),
+    ],
+)
+def test_an_outbox_may_be_a_server(url: str, kind: str) -> None:
+    """The URL goes to the driver as it is; nothing is connected yet."""
+    assert type(make_outbox(check_outbox(url))).__name__ == kind
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "extra"), [("postgresql://h/d", "psycopg", "postgres"), ("mongodb://h/d", "pymongo", "mongodb")]
+)
+def test_a_driver_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, url: str, module: str, extra: str) -> None:
+    """Exit code 2, and what to install."""
+    for name in [
+        name for name in sys.modules if name.startswith(f"notify_consumer.outbox.{url.partition(':')[0][:6]}")
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    result = run("serve", "--handlers", "x", "--outbox", url)
+    assert result.exit_code == 2
+    assert f"pip install durable-timer[{extra}]" in result.output
+
+
+@pytest.mark.parametrize(
+    "url", ["postgresql://me:s3cret@127.0.0.1:1/d", "mongodb://me:s3cret@h?bad=1", "mysql://me:s3cret@h"]
+)
+@pytest.mark.parametrize("command", ["list", "serve"])
+def test_no_complaint_shows_the_password(url: str, command: str) -> None:
+    """Whatever is wrong with the outbox or its URL: user and host are told, the password is not."""
+    given = ("serve", "--handlers", "nowhere_handlers") if command == "serve" else ("outbox", "list")
+    result = run(*given, "--outbox", url)
+    assert result.exit_code != 0
+    assert "s3cret" not in result.output
+    assert "me:***@" in result.output or command == "serve"
+
+
+@pytest.mark.parametrize("url", ["postgresql://me:s3cret@127.0.0.1:1/d", "sqlite:folder/a@b.db"])
+def test_readiness_shows_no_password(url: str) -> None:
+    """Neither reasons nor logs name outbox or broker with their secrets."""
+
+    async def reasons() -> list[Reason]:
+        composed = App(Settings(outbox=url, nats="nats://me:s3cret@127.0.0.1:1", http="127.0.0.1:0"), Handlers())
+        try:
+            return composed.readiness().reasons
+        finally:
+            await composed.outbox.close()
+
+    found = {reason.code: reason for reason in asyncio.run(reasons())}
+    assert found["outbox_unavailable"].resource == url.replace("s3cret", "***")
+    assert found["broker_unreachable"].resource == "nats://me:***@127.0.0.1:1"
+    assert "s3cret" not in repr(found)
 
 
 @pytest.fixture
