@@ -9,7 +9,8 @@ from typing import Annotated, Any, NoReturn
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from notify_consumer.config import Settings
 from notify_consumer.errors import BadSetting, OutboxError
@@ -78,9 +79,17 @@ def _list(
     if json:
         _print_json({"counts": counts, "rows": [_plain(row, body=False) for row in rows]})
         return
-    table = Table("resume_id", "flow", "state", "attempts", "last error or outcome", box=None)
+    table = Table(
+        Column("resume_id", no_wrap=True, overflow="fold"),
+        "flow",
+        "state",
+        "attempts",
+        "last error or outcome",
+        box=None,
+    )
     for row in rows:
-        table.add_row(row.resume_id, row.flow, row.state, str(row.attempts), row.last_error or row.settled or "")
+        cells = (row.resume_id, row.flow, row.state, str(row.attempts), row.last_error or row.settled or "")
+        table.add_row(*(Text(cell) for cell in cells))  # not markup, whatever brackets are in it
     console = Console()
     console.print(table)
     console.print("  ".join(f"{name} {count}" for name, count in counts.items()))
@@ -99,20 +108,37 @@ def _show(settings: Settings, resume_id: ResumeId, json: Json = False) -> None:
     _print_json(_plain(row, body=True), indent=0 if json else 2)
 
 
-def _revive(settings: Settings, resume_id: ResumeId) -> None:
+def _revive(settings: Settings, resume_id: ResumeId, json: Json = False) -> None:
     """Hand a dead row to its handler anew, as if it had just come in."""
-    if not _run(settings, lambda outbox: outbox.revive(resume_id)):
-        refuse(f"there is no dead, readable row {resume_id} in {shown_url(settings.outbox)}")
-    typer.echo(f"{resume_id} is pending")
+    if (why_not := _run(settings, lambda outbox: _revived(outbox, resume_id))) is not None:
+        refuse(f"{resume_id} {why_not.format(outbox=shown_url(settings.outbox))}")
+    _tell(f"{resume_id} is pending", {"resume_id": resume_id, "state": "pending"}, json)
+
+
+async def _revived(outbox: Outbox, resume_id: str) -> str | None:
+    """Why the row could not be revived, None when it was."""
+    if await outbox.revive(resume_id):
+        return None
+    row = await outbox.get(resume_id)
+    if row is None:
+        return "is not in {outbox}"
+    if row.state is not State.DEAD:
+        return f"is {row.state}, not dead: there is nothing to revive"
+    return "can't be read, so no handler could be given it; `show` tells what came"
 
 
 def _purge(
     settings: Settings,
     older_than_s: Annotated[int, typer.Option(min=0, help="done rows older than this many seconds")],
+    json: Json = False,
 ) -> None:
     """Remove done rows. A resume of theirs that comes again would be handed off a second time."""
     removed = _run(settings, lambda outbox: outbox.prune_done(older_than_s * 1000))
-    typer.echo(f"removed {removed}")
+    _tell(f"removed {removed}", {"removed": removed}, json)
+
+
+def _tell(text: str, value: object, json: bool) -> None:
+    _print_json(value) if json else typer.echo(text)
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {"list": _list, "show": _show, "revive": _revive, "purge": _purge}

@@ -27,6 +27,7 @@ from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.publish import Message, Publisher
 from timer_service.jetstream.stores import LastMessages
+from timer_service.urls import shown_url
 
 INSERT_UP_TO = 0.75
 """So full a bucket takes no new rows: the rest is kept for what those that it has still have to write."""
@@ -127,7 +128,7 @@ class Bucket:
                 await self.connection.open()
         except TimeoutError:
             reason = self.connection.last_error or "no answer"
-            raise OutboxUnavailable(f"{self.connection.url}: {reason}") from None
+            raise OutboxUnavailable(f"{shown_url(self.connection.url)}: {reason}") from None
         await self.publisher.start()
         self._connected = True
 

@@ -37,6 +37,7 @@ from notify_consumer.outbox.nats_index import Entry, Index
 from notify_consumer.outbox.nats_record import Record, TooLarge, UnreadableRow, key_of
 from timer_service.errors import Ambiguous, StorageFull, WrongRevision
 from timer_service.jetstream import topology
+from timer_service.urls import shown_url
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -318,7 +319,7 @@ class NatsOutbox:
         if self._feed.fault is not None:
             raise OutboxUnavailable(self._feed.fault)
         if not self.bucket.connection.connected:
-            raise OutboxUnavailable(f"{self.bucket.connection.url}: not connected")
+            raise OutboxUnavailable(f"{shown_url(self.bucket.connection.url)}: not connected")
 
     async def _step(self, key: str, change: Callable[[Stored, Record, str], Record], by: str) -> Stored:
         """Write what ``change`` makes of the row. Raises LeaseLost where it does, by what the broker has.
