@@ -34,7 +34,10 @@ from timer_service.clock import SystemClock
 from timer_service.config import split_address
 from timer_service.http import HttpServer, Readiness, Reason
 from timer_service.jetstream.connection import Connection
+from timer_service.jetstream.publish import Publisher
+from timer_service.jetstream.topology import NOTIFY_CONSUMER
 from timer_service.logs import get_logger
+from timer_service.roles import Name
 from timer_service.urls import shown_url
 
 RETRY_S = 1.0
@@ -78,11 +81,20 @@ class NotifyConsumer:
         self.client = TimerClient(
             self.connection, timeout_ms=settings.request_timeout_ms, reply_prefix=settings.reply_prefix
         )
+        self.publisher = Publisher(self.connection)
+        self.name = Name(self.connection, self.publisher, NOTIFY_CONSUMER, settings.instance, self._log)
         # A claim belongs to this very process: one that starts under the same name does not inherit it.
-        owner = f"{settings.instance}/{os.getpid()}/{secrets.token_hex(4)}"
-        self.relay = Relay(
-            self.outbox, handlers, self.client, owner=owner, policy=settings.policy, metrics=self.metrics
-        )
+        self._owner = f"{settings.instance}/{os.getpid()}/{secrets.token_hex(4)}"
+        self._handlers = handlers
+        self._former: list[Relay] = []
+        self._build_parts()
+        host, port = split_address(settings.http)
+        self.http = HttpServer(host, port, ready=self.readiness, registry=self.metrics.registry)
+
+    def _build_parts(self) -> None:
+        """What works while the name is ours; each time anew."""
+        handlers, policy = self._handlers, self._settings.policy
+        self.relay = Relay(self.outbox, handlers, self.client, owner=self._owner, policy=policy, metrics=self.metrics)
         self.consumer = ResumeConsumer(
             self.connection,
             self.outbox,
@@ -91,8 +103,6 @@ class NotifyConsumer:
             on_unavailable=self.relay.say_unavailable,
             metrics=self.metrics,
         )
-        host, port = split_address(settings.http)
-        self.http = HttpServer(host, port, ready=self.readiness, registry=self.metrics.registry)
 
     async def start(self) -> None:
         """Begin to work, and return while it gets ready: ``until_ready`` waits for that, ``health`` tells.
@@ -196,23 +206,37 @@ class NotifyConsumer:
     # -- the parts ----------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        """Open what is needed, as long as it takes, then work until the relay has drained."""
+        """Open what is needed, as long as it takes, then work while the name is ours, until the relay has drained."""
         await self._open_outbox()
         await self.connection.open()
         await self.client.open()
-        self._working = True
+        await self.publisher.start()
+        await self.name.lease.start()
+        while not self._stopping.is_set():
+            await self.name.until(ours=True)
+            self._working = True
+            await self._work()
+            if not self._stopping.is_set():
+                self._working = False
+                self._former.append(self.relay)
+                self._build_parts()
+
+    async def _work(self) -> None:
+        """Take in and hand off until the process ends, or another one has its name."""
         consuming = asyncio.create_task(self.consumer.run(), name="app.consumer")
         relaying = asyncio.create_task(self.relay.run(), name="app.relay")
         stopping = asyncio.create_task(self._stopping.wait(), name="app.stopping")
+        lost = asyncio.create_task(self.name.until(ours=False), name="app.name")
         try:
-            await asyncio.wait({consuming, relaying, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if self._stopping.is_set():
+            await asyncio.wait({consuming, relaying, stopping, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if self._stopping.is_set() or lost.done():
+                self.relay.stop()
                 await self.consumer.stop()
                 await relaying
         finally:
-            for task in (consuming, relaying, stopping):
+            for task in (consuming, relaying, stopping, lost):
                 task.cancel()
-            results = await asyncio.gather(consuming, relaying, stopping, return_exceptions=True)
+            results = await asyncio.gather(consuming, relaying, stopping, lost, return_exceptions=True)
         for result in results:
             if isinstance(result, Exception):
                 raise result  # one of them failed: so does the process, and is started anew
@@ -244,7 +268,9 @@ class NotifyConsumer:
             stack.push_async_callback(self.http.stop)
             stack.push_async_callback(self.outbox.close)
             stack.push_async_callback(self.connection.close)
+            stack.push_async_callback(self.publisher.stop)
             stack.push_async_callback(self.client.close)
+            stack.push_async_callback(self.name.lease.give_up)  # last: another process under it begins at once
             if self.failure is not None:
                 stack.push_async_callback(self.consumer.stop)  # it was left as it was
 
@@ -293,9 +319,16 @@ class NotifyConsumer:
             found.append(
                 Reason("broker_unreachable", shown_url(self._settings.nats), self.connection.last_error or "…")
             )
-        elif (reason := self.consumer.reason) is not None:
-            found.append(reason)
+        else:
+            found += self.name.reasons
+            if self.name.ours and (reason := self.consumer.reason) is not None:
+                found.append(reason)
         return found
+
+    @property
+    def stuck(self) -> bool:
+        """After ``run``: whether a handler goes on in the event loop although it was cancelled."""
+        return any(relay.stuck for relay in (*self._former, self.relay))
 
     async def _watch_readiness(self) -> None:
         said: list[Reason] | None = None
@@ -353,7 +386,7 @@ async def serve(settings: Settings, handlers: Handlers) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     await app.run()
-    if app.relay.stuck:
+    if app.stuck:
         # A handler that ignores its cancellation would keep the event loop from ever closing.
         sys.stderr.flush()
         os._exit(0)

@@ -34,6 +34,7 @@ from timer_service.jetstream.topology import ConsumerSpec
 from timer_service.jetstream.watch import SnapshotSweeper, Watch, read_all
 from timer_service.metrics import Metrics
 from timer_service.monitor import Monitor
+from timer_service.roles import Roles
 from timer_service.runtime.admission import Admission
 from timer_service.runtime.archived import Archived
 from timer_service.runtime.commands import CommandService
@@ -86,6 +87,10 @@ class App:
             snapshots=topology.SNAPSHOTS,
         )
         self._build_ring()
+        self.roles = Roles(
+            self.connection, self.publisher, settings.instance, self.driver, self.metrics, self.log,
+            loops=(self.command_loop, self.wake_loop),
+        )  # fmt: skip
         self._listen_for_room()
         self.monitor = Monitor(
             settings,
@@ -218,7 +223,10 @@ class App:
 
     def _ring_reasons(self) -> list[Reason]:
         if not self.feed.ready.is_set():
-            return [Reason("scanning", topology.STATE_STREAM, "the state is still being read")]
+            scanning = Reason("scanning", topology.STATE_STREAM, "the state is still being read")
+            return [*self.roles.name.duplicate, scanning]
+        if not self.roles.name.ours:
+            return self.roles.name.reasons  # and nothing is pulled
         parts = (
             (topology.STATE_STREAM, self.feed),
             (f"{topology.COMMANDS} > {topology.COMMAND_CONSUMER}", self.command_loop),
@@ -226,7 +234,8 @@ class App:
         )
         text = "the consumer does not answer; it is asked again"
         silent = [Reason("consumer_silent", resource, text) for resource, part in parts if not part.healthy]
-        return silent + [Reason("writes_unanswered", stream, _UNANSWERED) for stream in self.publisher.silent]
+        silent += [Reason("writes_unanswered", stream, _UNANSWERED) for stream in self.publisher.silent]
+        return self.roles.name.reasons + silent
 
     def _details(self) -> dict[str, Any]:
         return {
@@ -269,6 +278,7 @@ class App:
         self.connection.on_returned(self.feed.heard)
         self.connection.on_returned(self.reconciler.look_soon)
         await self.connection.subscribe(topology.STATE_FILTER, self._on_foreign_write)
+        await self.roles.start()
         await self._until_done(self.feed.start)
         await self._until_done(self.monitor.read_fill)  # before the first start is taken
         _settle_garbage_collector()
@@ -282,8 +292,7 @@ class App:
             group.create_task(self.monitor.announce(), name="ready")
             group.create_task(self._scan_archive(), name="archive.scan")
             group.create_task(self._fail_when_closed(), name="connection")
-            await self.command_loop.start()
-            await self.wake_loop.start()
+            group.create_task(self.roles.run(self.monitor.draining), name="roles")
 
     async def _connect(self) -> None:
         self.connection.on_lost(lambda: self.log.warning(events.BROKER_LOST, error=self.connection.last_error))
@@ -338,9 +347,11 @@ class App:
         self.monitor.draining.set()
 
     async def _drain(self) -> None:
-        """Readiness is gone; finish what is under way within the grace, hand back the rest."""
+        """Readiness is gone; finish what is under way within the grace, hand back the rest.
+
+        What becomes due meanwhile is still driven, since nobody else does: the lease is given up last.
+        """
         self.log.info(events.SERVICE_DRAINING, in_flight=len(self.lanes))
-        self.driver.holds_lease = False  # whatever becomes due from here on is for others, or for the next start
         try:
             async with asyncio.timeout(self.settings.drain_grace_ms / 1000):
                 await self.command_loop.stop_pulling()
@@ -355,6 +366,7 @@ class App:
         self.log.info(events.SERVICE_STOPPED, handed_back=handed_back)
 
     async def _close(self) -> None:
+        await self.roles.give_up()
         await self.feed.stop()
         await self.publisher.stop()
         await self.connection.close()

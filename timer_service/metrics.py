@@ -24,6 +24,7 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.armed: Callable[[], int] = lambda: 0
+        self.driving: Callable[[], bool] = lambda: True
         self.problems = 0
         self.admission_open = True
         self.skew_s = 0.0
@@ -58,6 +59,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Everything as it is now."""
         yield GaugeMetricFamily("durable_timer_armed", "Entries in the heap", self.armed())
+        yield GaugeMetricFamily("durable_timer_driver", "1 while this process drives wakes", int(self.driving()))
         yield GaugeMetricFamily(
             "durable_timer_problems", "State entries that can't be read, left untouched", self.problems
         )

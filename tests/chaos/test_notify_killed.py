@@ -69,7 +69,7 @@ class Consumer:
         self._options = {
             "nats": bench.url,
             "http": "127.0.0.1:0",
-            "instance": "same-name",
+            "instance": who,
             "handlers": "killed_handlers",
             "outbox": f"sqlite:{bench.folder / 'outbox.db'}",
             "lease-ms": 400,
@@ -171,12 +171,12 @@ async def bench(broker: Broker, tmp_path: Path) -> AsyncIterator[Killing]:
 
 async def test_claims_of_a_killed_process_are_recovered_at_their_expiry(bench: Killing) -> None:
     """SIGKILL with a claim held: the next process under the same name leaves it until the lease runs out."""
-    first = await bench.consumer("first", lease_ms=600_000)
+    first = await bench.consumer("first", lease_ms=600_000, instance="same-name")
     await bench.publish("a-1")
     await bench.begun("begin a-1 first")
     first.signal(signal.SIGKILL)
     await first.ends()
-    await bench.consumer("second", lease_ms=600_000)
+    await bench.consumer("second", lease_ms=600_000, instance="same-name")
     await bench.publish("b-1")
     await bench.begun("begin b-1 second")
     row = await bench.row("a-1")

@@ -18,7 +18,7 @@ from notify_consumer.outbox.base import State
 from tests.support.broker import Broker
 from tests.support.notify import resume_body, resume_bytes, until
 from tests.support.notify_bench import Bench, codes, reaches
-from timer_service.jetstream.topology import RESUME_CONSUMER, RESUME_SERVICE, RESUMES
+from timer_service.jetstream.topology import LEASE_STREAM, RESUME_CONSUMER, RESUME_SERVICE, RESUMES
 
 
 @pytest.fixture
@@ -249,6 +249,11 @@ async def test_before_the_stream_exists_it_is_alive_and_waits(broker: Broker, tm
     await bench.connect()
     bench.handlers.default(lambda resume: None)
     async with bench.running(ready=False) as app:
+        await until(lambda: codes(app.readiness()) == {"lease_unavailable"})
+        status, body = await asyncio.to_thread(_status, app.http.port, "/readyz")
+        assert status == 503
+        assert "no stream takes this subject; run durable-timer provision" in body
+        await bench.provide_streams(LEASE_STREAM)
         await until(lambda: codes(app.readiness()) == {"stream_missing"})
         status, body = await asyncio.to_thread(_status, app.http.port, "/readyz")
         assert status == 503

@@ -58,10 +58,10 @@ class Bench:
         assert "error" not in answer, answer
         return answer
 
-    async def provide_streams(self) -> None:
-        """The two streams that matter here, as ``provision`` makes them; no consumer."""
+    async def provide_streams(self, *names: str) -> None:
+        """The streams that matter here, as ``provision`` makes them; no consumer."""
         for spec in topology.streams(Sizes()):
-            if spec.name in (topology.RESUMES, topology.COMMANDS):
+            if spec.name in (names or (topology.RESUMES, topology.COMMANDS, topology.LEASE_STREAM)):
                 await self.api(f"STREAM.CREATE.{spec.name}", spec.config(1))
 
     async def publish(self, *names: str, **fields: Any) -> None:

@@ -122,7 +122,7 @@ class PullLoop:
         self._inbox = self._connection.client.new_inbox()
         self._subscription = await self._connection.subscribe(f"{self._inbox}.*", self._on_message)
         self._connection.on_returned(self.ask_anew)
-        self._pulling = True
+        self._pulling, self._asked = True, 0  # what an earlier subscription had asked for ended with it
         self._heard = asyncio.get_running_loop().time()
         self.healthy = True  # until it has been silent for too long: the first heartbeat takes a second
         self._watchdog = asyncio.create_task(self._watch(), name=f"pull.{self._subject}")

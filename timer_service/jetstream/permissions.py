@@ -26,6 +26,7 @@ WRITES = (
     topology.wake_subject(_PROBE),
     topology.RESUME_SUBJECT,
     topology.rejected_subject(_PROBE),
+    topology.lease_subject(_PROBE),
 )
 """A subject of every kind of write of the ring."""
 
@@ -43,6 +44,7 @@ REQUESTS = (
     ),
     f"$JS.API.DIRECT.GET.{topology.SNAPSHOTS}",
     f"$JS.API.DIRECT.GET.{topology.RESUMES}",
+    f"$JS.API.STREAM.MSG.GET.{topology.LEASE_STREAM}",
     f"$JS.API.STREAM.MSG.DELETE.{topology.SNAPSHOTS}",
     f"$JS.API.STREAM.MSG.DELETE.{topology.RESUMES}",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,10 @@ SCHEDULE_FILTER = f"{SCHEDULE_PREFIX}>"
 SNAPSHOT_PREFIX = "durable_timer.snapshot.v1."
 TERMINAL_PREFIX = "durable_timer.terminal.v1."
 REJECTED_PREFIX = "durable_timer.rejected.v1."
+LEASE_PREFIX = f"$KV.{LEASE_BUCKET}."
+LEASE_ASK_PREFIX = "_INBOX.durable_timer_lease."
+DRIVER_LEASE = "driver"
+TIMER_SERVICE, NOTIFY_CONSUMER = "timer_service", "notify_consumer"
 RESUME_SUBJECT = "triggers.v2.durable_timer.resume.v1"
 
 REPLY_HEADER = "Durable-Timer-Reply"
@@ -53,6 +58,8 @@ REJECTIONS_MAX_BYTES = 256 * 2**20
 SCHEDULES_MAX_BYTES = 256 * 2**20
 LEASES_MAX_BYTES = 2**20
 OUTBOX_MAX_BYTES = 2**30
+NAME_TTL_S = 600
+"""So long the lease bucket remembers the name of a process that is gone."""
 NS = 1_000_000_000
 
 
@@ -79,6 +86,21 @@ def snapshot_owner(subject: str) -> str:
 
 def terminal_subject(timer_ref: str) -> str:
     return TERMINAL_PREFIX + timer_ref
+
+
+def name_lease(program: str, instance: str) -> str:
+    """The key of the lease on a process's name: any name gives a safe key, and no two names the same."""
+    name = base64.b32encode(instance.encode("utf-8", "surrogatepass")).decode().rstrip("=").lower()
+    return f"instance.{program}.{name}"
+
+
+def lease_subject(key: str) -> str:
+    return LEASE_PREFIX + key
+
+
+def lease_ask_subject(process: str) -> str:
+    """Where the holder of a lease can be asked: nobody but this process listens there."""
+    return LEASE_ASK_PREFIX + process
 
 
 def rejected_subject(kind: str) -> str:
@@ -156,7 +178,7 @@ def streams(sizes: Sizes) -> tuple[StreamSpec, ...]:
     """All streams, in the order in which they are created."""
     return (
         StreamSpec(STATE_STREAM, (STATE_FILTER,), sizes.state_bytes, options=_KV_OPTIONS),
-        StreamSpec(LEASE_STREAM, (f"$KV.{LEASE_BUCKET}.>",), LEASES_MAX_BYTES, options=_KV_OPTIONS),
+        StreamSpec(LEASE_STREAM, (f"{LEASE_PREFIX}>",), LEASES_MAX_BYTES, options=_KV_OPTIONS),
         StreamSpec(
             SNAPSHOTS,
             (f"{SNAPSHOT_PREFIX}>",),
@@ -238,6 +260,7 @@ _NAMES = {
     word.lower(): word
     for text in (
         _API_WORDS,
+        f"{LEASE_ASK_PREFIX}instance.{TIMER_SERVICE}.{NOTIFY_CONSUMER}",
         *(text for spec in (*streams(Sizes()), outbox()) for text in (spec.name, *spec.subjects)),
         *(spec.name for spec in CONSUMERS),
     )

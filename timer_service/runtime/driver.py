@@ -105,11 +105,23 @@ class Driver:
         self._changed = asyncio.Event()
         self._next_at: int | None = None
         self.look_after: Callable[[Armed], None] = lambda _: None
-        self.holds_lease = True
+        self._holds_lease = True
+        self.lease_lasts: Callable[[], bool] = lambda: True
+        """Asked at each turn: a lease also runs out in a process that is frozen."""
         self.waits: Waits = HeapWaits()
 
     def __len__(self) -> int:
         return len(self._heap)
+
+    @property
+    def holds_lease(self) -> bool:
+        """Whether this process is to fire; setting it makes the driver look at once."""
+        return self._holds_lease and self.lease_lasts()
+
+    @holds_lease.setter
+    def holds_lease(self, holds: bool) -> None:
+        self._holds_lease = holds
+        self._changed.set()
 
     def get(self, timer_ref: TimerRef) -> Armed | None:
         return self._armed.get(timer_ref)
