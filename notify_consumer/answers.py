@@ -39,9 +39,13 @@ class Fail(msgspec.Struct, frozen=True):
     message: str | None = None
 
     def __post_init__(self) -> None:
-        if not _CODE.fullmatch(self.code):
+        if type(self.code) is not str or not _CODE.fullmatch(self.code):
             raise ValueError(f"a failure code has 1 to 64 of a-z, 0-9 and _, not {self.code!r}")
-        if self.message is not None and len(self.message.encode()) > MAX_MESSAGE_BYTES:
+        if self.message is None:
+            return
+        if type(self.message) is not str:
+            raise TypeError(f"a failure message is a str, not {type(self.message).__name__}")
+        if len(self.message.encode()) > MAX_MESSAGE_BYTES:
             raise ValueError(f"a failure message has at most {MAX_MESSAGE_BYTES} bytes")
 
 
@@ -63,7 +67,7 @@ def retry(delay_ms: int | None = None, *, at_ms: int | None = None) -> Retry:
 
 def fail(code: str, message: str | None = None) -> Fail:
     """Failed for good. ``code`` is of ``[a-z0-9_]{1,64}`` (ValueError otherwise); ``message`` is cut at 1,024 bytes."""
-    return Fail(code, None if message is None else _clipped(message))
+    return Fail(code, _clipped(message) if type(message) is str else message)
 
 
 def _check_int(name: str, value: int | None, least: int, most: int) -> None:

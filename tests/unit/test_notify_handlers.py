@@ -218,11 +218,15 @@ def test_a_payload_that_two_readers_could_read_differently_is_unreadable() -> No
         lambda: fail("a" * 65),
         lambda: fail("new\nline"),
         lambda: Fail("ok", "x" * 1025),
+        lambda: Fail("ok", "\ud800"),
+        lambda: fail(5),  # type: ignore[arg-type]
+        lambda: fail("ok", 5),  # type: ignore[arg-type]
+        lambda: Fail("ok", b"bytes"),  # type: ignore[arg-type]
     ],
 )
 def test_an_answer_the_service_would_refuse_is_refused_here(wrong: Any) -> None:
     """Such an answer raises in the handler, where it can be seen, instead of being rejected later."""
-    with pytest.raises(ValueError, match=r"."):
+    with pytest.raises((ValueError, TypeError), match=r" is a|has |give |can't encode"):
         wrong()
 
 
