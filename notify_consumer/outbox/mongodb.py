@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -48,6 +49,7 @@ DEADLINE_S = 6.0
 _SELECTION_MS = 3_000
 _MAJORITY_MS = 4_000
 _PRUNE_BATCH = 5_000
+_TOPOLOGY = re.compile(r" \(configured timeouts|, Timeout: ")
 _UPSERT_ATTEMPTS = 3
 _DUPLICATE_KEY = 11_000
 _LIVE = (State.PENDING, State.CLAIMED, State.ANSWERED)
@@ -261,7 +263,8 @@ class MongoOutbox:
         await rows.update_many(waiting, [{"$set": steps.REBASED}])
 
     def _unavailable(self, text: str) -> OutboxUnavailable:
-        return OutboxUnavailable(f"{self._shown}: {hide_secrets(text[:500], self._secrets)}")
+        told = _TOPOLOGY.split(text, maxsplit=1)[0]  # what follows changes each time, and so would the reason
+        return OutboxUnavailable(f"{self._shown}: {hide_secrets(told[:500], self._secrets)}")
 
 
 async def _now_ms(rows: AsyncCollection[Document]) -> int:

@@ -51,6 +51,20 @@ def _postgres(request: pytest.FixtureRequest) -> Store:
     return Store(lambda: PostgresOutbox(url, schema=schema), source)
 
 
+def _mongodb_model(_: pytest.FixtureRequest) -> Store:
+    from notify_consumer.outbox.mongodb import MongoOutbox
+    from tests.support.mongo_model import MongoModel
+
+    server = MongoModel()
+
+    def make() -> MongoOutbox:
+        outbox = MongoOutbox("mongodb://model")
+        outbox._client = server.client()
+        return outbox
+
+    return Store(make)
+
+
 def _mongodb(request: pytest.FixtureRequest) -> Store:
     url = os.environ.get(MONGODB_URL)
     if not url:
@@ -85,7 +99,8 @@ STORES: dict[str, Callable[[pytest.FixtureRequest], Store]] = {
     "sqlite": _sqlite,
     "postgres": _postgres,
     "mongodb": _mongodb,
+    "mongodb-model": _mongodb_model,
     "nats": _nats,
 }
-SHARED = [name for name in STORES if name != "memory"]
+SHARED = [name for name in STORES if name not in ("memory", "mongodb-model")]
 """Stores that several processes can use."""
