@@ -141,14 +141,27 @@ def _tell(text: str, value: object, json: bool) -> None:
     _print_json(value) if json else typer.echo(text)
 
 
-_COMMANDS: dict[str, Callable[..., None]] = {"list": _list, "show": _show, "revive": _revive, "purge": _purge}
+def _create(settings: Settings, json: Json = False) -> None:
+    """Make what the outbox needs, where it is missing. `serve` does that too, where it may."""
+    _run(settings, lambda outbox: outbox.counts(), create=True)
+    name = shown_url(settings.outbox)
+    _tell(f"{name} is there", {"outbox": name}, json)
+
+
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "create": _create,
+    "list": _list,
+    "show": _show,
+    "revive": _revive,
+    "purge": _purge,
+}
 for _name, _command in _COMMANDS.items():
     outbox_app.command(_name)(settings_command(Settings, _command, only=("outbox", "nats", "creds")))
 
 
-def _run(settings: Settings, work: Any) -> Any:
+def _run(settings: Settings, work: Any, *, create: bool = False) -> Any:
     try:
-        outbox = make_outbox(settings.outbox, create=False, nats=settings.nats, creds=settings.creds)
+        outbox = make_outbox(settings.outbox, create=create, nats=settings.nats, creds=settings.creds)
         return asyncio.run(_with_outbox(outbox, work))
     except OutboxError as error:
         refuse(str(error))

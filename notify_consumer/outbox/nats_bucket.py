@@ -22,7 +22,7 @@ import msgspec
 from notify_consumer.errors import OutboxUnavailable
 from notify_consumer.outbox.nats_index import CLOCK_STEP_MS
 from notify_consumer.outbox.nats_record import HEADER, Record, UnreadableRow, decode, encode
-from timer_service.errors import BrokerError, NotFound, RequestRefused
+from timer_service.errors import BrokerError, Forbidden, NotFound, RequestRefused
 from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.publish import Message, Publisher
@@ -125,7 +125,8 @@ class Bucket:
             return
         try:
             async with asyncio.timeout(self.connection.timeout_s):
-                await self.connection.open()
+                with self.broker_errors():
+                    await self.connection.open()
         except TimeoutError:
             reason = self.connection.last_error or "no answer"
             raise OutboxUnavailable(f"{shown_url(self.connection.url)}: {reason}") from None
@@ -158,7 +159,15 @@ class Bucket:
             except NotFound:
                 if not self._create:
                     raise OutboxUnavailable(f"{self.stream} does not exist: no notify consumer has used it") from None
-                await self.publisher.api(f"STREAM.CREATE.{self.stream}", self._spec.config(self._replicas))
+                await self._make()
+
+    async def _make(self) -> None:
+        try:
+            await self.publisher.api(f"STREAM.CREATE.{self.stream}", self._spec.config(self._replicas))
+        except Forbidden as error:
+            raise OutboxUnavailable(
+                f"{self.stream} does not exist: {error}, or have somebody who may run `notify-consumer outbox create`"
+            ) from None
 
     async def look(self) -> Sight | None:
         """How the bucket is, and what time it is there; None when it does not exist."""

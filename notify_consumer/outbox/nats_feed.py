@@ -27,12 +27,13 @@ _LEVEL_S = 0.5
 
 
 class Feed:
-    """Follows ``bucket`` into ``index``. ``on_other`` is called when what was known of the rows is worth nothing."""
+    """Follows ``bucket`` into ``index``."""
 
-    def __init__(self, bucket: Bucket, index: Index, on_other: Callable[[], None]) -> None:
+    def __init__(self, bucket: Bucket, index: Index) -> None:
         self._bucket = bucket
         self._index = index
-        self._on_other = on_other
+        self.on_other: Callable[[], None] = lambda: None
+        """Called when what was known of the rows is worth nothing."""
         self._log: Any = get_logger()
         self._follower: Follower | None = None
         self._caught_up = asyncio.Event()
@@ -117,7 +118,7 @@ class Feed:
             self._log.warning(events.OUTBOX_READ_ANEW, bucket=self._bucket.stream)
         self.fault = f"{self._bucket.stream} is being read"
         self._index.clear()
-        self._on_other()
+        self.on_other()
         self._newest_own = self._unreadable = 0
         self._caught_up = asyncio.Event()
         bucket = self._bucket

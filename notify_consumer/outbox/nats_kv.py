@@ -1,16 +1,13 @@
 """The outbox in a NATS bucket: no system beside the broker that is there anyway. Any number of processes share it.
 
 One key a row, and one message a key: every operation on a row is one compare-and-set on the sequence of its last
-message, so of two writers one loses and reads again. What can be claimed is known from an index in memory that follows
-the bucket (``nats_feed``); claims of different rows are under way at the same time. Between processes the rows are not
-divided: who loses a row takes the next, and while that happens chooses at random among the first few.
+message, so of two writers one loses and reads again (``nats_rows``). What can be claimed is known from an index in
+memory that follows the bucket (``nats_feed``); claims of different rows are under way at the same time. Between
+processes the rows are not divided: who loses a row takes the next, and while that happens chooses at random among the
+first few.
 
 Durable when an operation returns as far as the broker's acknowledgement goes (``docs/durability.md``). Leases run by
 the broker's clock (``nats_bucket`` says how it is known here), from when it stored the claim.
-
-**Lost replies.** A write says in the row which one it was: its claim's token and what it did. Where the reply is
-missing, or a repetition meets what it had done before, the row is read, and the write recognised. A claim is refused
-only by what the broker has now, never by memory.
 
 **All or none** is kept for want of room, and otherwise as far as it matters: when some rows of a batch were stored and
 then the broker went away, the batch fails, and its repetition finds those known.
@@ -21,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
@@ -35,18 +32,15 @@ from notify_consumer.outbox.nats_bucket import Bucket, Stored
 from notify_consumer.outbox.nats_feed import Feed
 from notify_consumer.outbox.nats_index import Entry, Index
 from notify_consumer.outbox.nats_record import Record, TooLarge, UnreadableRow, key_of
-from timer_service.errors import Ambiguous, StorageFull, WrongRevision
+from notify_consumer.outbox.nats_rows import Rows
 from timer_service.jetstream import topology
 from timer_service.urls import shown_url
 
 T = TypeVar("T")
 U = TypeVar("U")
 
-RECENT_BYTES = 32 * 2**20
-_TRIES = 8
 _SPREAD = 4
 _CUT_BODY = 16_384
-_TERSE_CHARS = 60
 _PRUNE_BATCH = 256
 _AT_ONCE = 256
 
@@ -71,8 +65,9 @@ class NatsOutbox:
             url, creds=creds, name=name, timeout_ms=timeout_ms, spec=spec, replicas=replicas, create=create
         )
         self._index = Index()
-        self._recent = _Recent()
-        self._feed = Feed(self.bucket, self._index, self._recent.clear)
+        self._feed = Feed(self.bucket, self._index)
+        self._rows = Rows(self.bucket, self._index, self._feed.wrote)
+        self._feed.on_other = self._rows.forget
         self._opening = asyncio.Lock()
         self._contended = False
 
@@ -104,36 +99,17 @@ class NatsOutbox:
             raise OutboxUnavailable(f"{self.bucket.stream} is full: finishing goes on, new resumes wait for room")
 
     async def _is_known(self, resume_id: str) -> bool:
-        return (await self._read(key_of(resume_id))).seq > 0
+        return (await self._rows.read(key_of(resume_id))).seq > 0
 
     async def _insert(self, row: NewRow) -> bool:
         with self.bucket.broker_errors():
             try:
-                return await self._create(steps.inserted(row, secrets.token_hex(8)))
+                return await self._rows.create(steps.inserted(row, secrets.token_hex(8)))
             except UnreadableRow:
                 return False  # it stays as it is, and is on the log
             except TooLarge as error:
                 dead = NewRow(row.resume_id, row.flow, row.body[:_CUT_BODY], str(error))
-                return await self._create(steps.inserted(dead, secrets.token_hex(8)))
-
-    async def _create(self, record: Record) -> bool:
-        key, expected = key_of(record.resume_id), 0
-        for _ in range(_TRIES):
-            try:
-                await self._write(key, record, expected)
-            except (WrongRevision, Ambiguous):
-                stored = await self._read(key)
-            else:
-                return True
-            known = stored.record
-            if known is not None and known.by == record.by:
-                return True
-            if known is not None and (known.readable or not record.readable):
-                return False
-            expected = stored.seq
-            if known is not None:
-                record = replace(record, inserted_ms=known.inserted_ms or stored.stored_ms)
-        raise OutboxUnavailable(f"{key} changes too fast")
+                return await self._rows.create(steps.inserted(dead, secrets.token_hex(8)))
 
     # -- claiming -----------------------------------------------------------------------------------------
 
@@ -208,7 +184,7 @@ class NatsOutbox:
             return steps.leased(record, lease, by)
 
         try:
-            stored = await self._step(key, lend, f"{lease.token}/claim")
+            stored = await self._rows.step(key, lend, f"{lease.token}/claim")
         except UnreadableRow:
             self._index.set_aside(key, entry)
             raise
@@ -258,7 +234,9 @@ class NatsOutbox:
         await self._fenced(claim, "release", lambda record, by: steps.released(record, claim, by))
 
     async def _fenced(self, claim: Claim, what: str, change: Callable[[Record, str], Record]) -> None:
-        await self._step(key_of(claim.resume_id), lambda _, record, by: change(record, by), f"{claim.token}/{what}")
+        await self._rows.step(
+            key_of(claim.resume_id), lambda _, record, by: change(record, by), f"{claim.token}/{what}"
+        )
 
     # -- by anybody ---------------------------------------------------------------------------------------
 
@@ -272,7 +250,7 @@ class NatsOutbox:
 
     async def _changed(self, change: Callable[[Record, str], Record], resume_id: str) -> bool:
         try:
-            await self._step(key_of(resume_id), lambda _, record, by: change(record, by), secrets.token_hex(8))
+            await self._rows.step(key_of(resume_id), lambda _, record, by: change(record, by), secrets.token_hex(8))
         except (LeaseLost, UnreadableRow):
             return False
         return True
@@ -293,7 +271,7 @@ class NatsOutbox:
     # -- looking ------------------------------------------------------------------------------------------
 
     async def get(self, resume_id: str) -> Row | None:
-        stored = await self._read(key_of(resume_id))
+        stored = await self._rows.read(key_of(resume_id))
         return None if stored.record is None else _row(stored.record, stored.stored_ms)
 
     async def browse(self, state: State | None, limit: int) -> list[Row]:
@@ -313,105 +291,11 @@ class NatsOutbox:
         counted[State.DONE] = 0 if sight is None else max(0, sight.messages - live)
         return counted
 
-    # -- one row ------------------------------------------------------------------------------------------
-
     def _check(self) -> None:
         if self._feed.fault is not None:
             raise OutboxUnavailable(self._feed.fault)
         if not self.bucket.connection.connected:
             raise OutboxUnavailable(f"{shown_url(self.bucket.connection.url)}: not connected")
-
-    async def _step(self, key: str, change: Callable[[Stored, Record, str], Record], by: str) -> Stored:
-        """Write what ``change`` makes of the row. Raises LeaseLost where it does, by what the broker has.
-
-        ``by`` names the write: where the row says that it was carried out already, that is the result.
-        """
-        with self.bucket.broker_errors():
-            stored = self._remembered(key)
-            for _ in range(_TRIES):
-                fresh = stored is None
-                stored = stored or await self._read(key)
-                if stored.record is None:
-                    raise LeaseLost(key)
-                if stored.record.by == by:
-                    return stored
-                try:
-                    record = change(stored, stored.record, by)
-                except LeaseLost:
-                    if fresh:
-                        raise
-                    stored = None
-                    continue
-                try:
-                    return await self._rewrite(key, record, stored)
-                except (WrongRevision, Ambiguous):
-                    stored = None
-        raise OutboxUnavailable(f"{key} changes too fast")
-
-    async def _rewrite(self, key: str, record: Record, before: Stored) -> Stored:
-        """Where there is no room left an error is not worth failing for: a row that shrinks is taken even then."""
-        record = replace(record, inserted_ms=record.inserted_ms or before.stored_ms)
-        if self.bucket.terse and record.last_error:
-            record = replace(record, last_error=record.last_error[:_TERSE_CHARS])
-        try:
-            return await self._write(key, record, before.seq)
-        except StorageFull:
-            if not record.last_error:
-                raise
-        return await self._write(key, replace(record, last_error=None), before.seq)
-
-    async def _write(self, key: str, record: Record, expected: int) -> Stored:
-        seq = await self.bucket.write(key, record, expected)
-        self._feed.wrote(seq)
-        stored = Stored(record, seq, self._index.put(key, seq, record.place, self.bucket.written_ms()))
-        self._recent.put(key, stored)
-        return stored
-
-    async def _read(self, key: str) -> Stored:
-        """What the broker has. Raises OutboxUnavailable, UnreadableRow."""
-        with self.bucket.broker_errors():
-            stored = await self.bucket.read(key)
-        if stored.record is None:
-            self._index.drop(key, stored.seq)
-        else:
-            self._index.put(key, stored.seq, stored.record.place, stored.stored_ms)
-        return stored
-
-    def _remembered(self, key: str) -> Stored | None:
-        """The row as this process wrote it last, unless it is known to have changed since."""
-        entry, stored = self._index.get(key), self._recent.get(key)
-        if entry is None or stored is None or entry.seq != stored.seq:
-            return None
-        return stored
-
-
-class _Recent:
-    """Rows as this process wrote them last, up to a number of bytes; the ones untouched for longest go first."""
-
-    def __init__(self) -> None:
-        self._rows: OrderedDict[str, Stored] = OrderedDict()
-        self._bytes = 0
-
-    def get(self, key: str) -> Stored | None:
-        return self._rows.get(key)
-
-    def put(self, key: str, stored: Stored) -> None:
-        self._remove(key)
-        if stored.record is None or stored.record.place.state in (State.DONE, State.DEAD):
-            return
-        self._rows[key] = stored
-        self._bytes += len(stored.record.body)
-        while self._bytes > RECENT_BYTES or len(self._rows) > RECENT_BYTES // 1024:
-            self._remove(next(iter(self._rows)))
-
-    def _remove(self, key: str) -> None:
-        known = self._rows.pop(key, None)
-        if known is not None and known.record is not None:
-            self._bytes -= len(known.record.body)
-
-    def clear(self) -> None:
-        self._rows.clear()
-        self._bytes = 0
 
 
 def _renewed(record: Record, by: str, *, claim: Claim, lease_ms: int) -> Record:

@@ -522,7 +522,7 @@ async def test_bodies_are_read_where_another_process_took_them_in(
     outbox: NatsOutbox, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is not remembered is read, also when the memory for rows is too small for one."""
-    monkeypatch.setattr("notify_consumer.outbox.nats_kv.RECENT_BYTES", 10)
+    monkeypatch.setattr("notify_consumer.outbox.nats_rows.RECENT_BYTES", 10)
     other = make()
     await other.open()
     row = new_row()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +13,13 @@ import nats
 import pytest
 from nats.aio.client import Client
 
+from notify_consumer.errors import OutboxUnavailable
+from notify_consumer.outbox.base import Feedback, State
+from notify_consumer.outbox.nats_kv import NatsOutbox
 from tests.support.broker import Broker
 from tests.support.cli import Cli
 from tests.support.cluster import Cluster
+from tests.support.notify import new_row, until
 from tests.support.service import Desk, Engine, Service, eventually, name_ref, unique
 from timer_service.embedded import find_nats_server
 from timer_service.jetstream import topology
@@ -132,6 +137,54 @@ async def connected(broker: Broker, user: str, refused: list[str]) -> Client:
         refused.append(str(error))
 
     return await nats.connect(url_of(broker, user), error_cb=note)
+
+
+# -- the outbox of the notify consumer ------------------------------------------------------------------------
+
+
+def outbox_of(broker: Broker, user: str) -> NatsOutbox:
+    return NatsOutbox(url_of(broker, user), timeout_ms=3_000, max_bytes=2**25)
+
+
+async def test_the_notify_consumer_keeps_its_outbox_but_may_not_make_it(guarded: Broker) -> None:
+    """Who may create a stream could forge state by it: an operator makes the bucket, and then everything works."""
+    outbox = outbox_of(guarded, "notify-consumer")
+    with pytest.raises(OutboxUnavailable, match=r"publish on \$JS\.API\.STREAM\.CREATE\.KV_NOTIFY.*outbox create"):
+        await outbox.open()
+    assert await asyncio.to_thread(_create_outbox, url_of(guarded, "operator")) == "nats?max_bytes=33554432 is there\n"
+    await outbox.open()
+    assert len(await outbox.insert([new_row("a"), new_row("b")])) == 2
+    first, second = await outbox.claim("me", {"x": 2}, 60_000)
+    assert await outbox.renew([first], 60_000) == set()
+    await outbox.finish(await outbox.store_outcome(first, Feedback("complete", {})), "accepted")
+    await outbox.kill(second, "enough")
+    assert await outbox.revive(second.resume_id)
+    assert len(await outbox.browse(None, 5)) == 2
+
+    async def pruned() -> bool:
+        return await outbox.prune_done(0) == 1
+
+    await until(pruned, "the done row is old enough")
+    assert (await outbox.counts())[State.PENDING] == 1
+    await outbox.close()
+
+
+def _create_outbox(url: str) -> str:
+    options = ["outbox", "create", "--outbox", f"nats?max_bytes={2**25}", "--nats", url]
+    return subprocess.run(
+        [sys.executable, "-m", "notify_consumer", *options], capture_output=True, text=True, check=True
+    ).stdout
+
+
+@pytest.mark.parametrize("user", ["publisher", "engine", "timer-service", "operator"])
+async def test_the_outbox_is_the_notify_consumers_alone(guarded: Broker, user: str) -> None:
+    """Nobody else writes a row."""
+    refused: list[str] = []
+    client = await connected(guarded, user, refused)
+    await client.publish("$KV.NOTIFY_CONSUMER_OUTBOX.x", b"{}")
+    await client.flush()
+    await eventually(lambda: len(refused) == 1)
+    await client.close()
 
 
 # -- the level in force ---------------------------------------------------------------------------------------
