@@ -149,8 +149,9 @@ async def test_c39_replaced_twice_only_the_last_fires(desk: Desk) -> None:
     """One resume, of the last generation, and no earlier than its due time."""
     async with Engine(desk, complete) as engine:
         name = unique()
-        for delay_ms in (1_500, HOUR_MS, 2_500):
-            timer_ref = await started(desk, name, delay_ms, if_exists="replace")
+        await started(desk, name, 1_500)
+        await started(desk, name, HOUR_MS, if_exists="replace")
+        timer_ref = await started(desk, name, 2_500, if_exists="replace")
         record = await ended_once(desk, engine, timer_ref)
         assert [one.resume["generation"] for one in engine.of(timer_ref)] == [2]
         assert [one["answer"] for one in record["timeline"]] == ["replace", "replace", "complete"]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import nats
@@ -83,22 +84,31 @@ def url_of(broker: Broker, user: str) -> str:
     return broker.url.replace("nats://", f"nats://{user}:{PASSWORDS[variable(user)]}@")
 
 
-async def test_each_may_do_its_own(guarded: Broker, tmp_path: Path) -> None:
+@pytest.mark.parametrize("driver", ["heap", "native"])
+async def test_each_may_do_its_own(guarded: Broker, tmp_path: Path, driver: str) -> None:
     """A publisher starts and cancels, an engine answers, the service serves without creating anything, all ready."""
-    with Service(url_of(guarded, "timer-service"), tmp_path, "--no-provision") as service:
+    with Service(url_of(guarded, "timer-service"), tmp_path, "--no-provision", "--driver", driver) as service:
         await service.ready()
-        assert Cli(url_of(guarded, "timer-service")).json("doctor")["ok"]
+        assert Cli(url_of(guarded, "timer-service")).json("doctor", "--driver", driver)["ok"]
         publisher = Cli(url_of(guarded, "publisher"))
         started = publisher.json(
             "start", "--name", (name := unique()), "--delay", "50ms", "--payload", '"' + "x" * 3_000 + '"'
         )
         assert started["status"] == "accepted"
         assert publisher.json("start", "--name", (other := unique()), "--delay", "1h")["status"] == "accepted"
-        assert publisher.json("cancel", name_ref(other))["status"] == "accepted"
+        async with Desk.at(url_of(guarded, "operator")) as desk:
+            if driver == "native":
+                await eventually(lambda: desk.subjects(topology.SCHEDULES, topology.SCHEDULE_FILTER))
+            assert publisher.json("cancel", name_ref(other))["status"] == "accepted"
+            await eventually(partial(_no_schedule, desk))
         async with Desk.at(url_of(guarded, "engine")) as desk, Engine(desk) as engine:
             resume = await engine.resume_of(name_ref(name))
             assert (await engine.reply(resume, "complete"))["status"] == "accepted"
         assert Cli(url_of(guarded, "operator")).json("get", name_ref(name))["status"] == "completed"
+
+
+async def _no_schedule(desk: Desk) -> bool:
+    return not await desk.subjects(topology.SCHEDULES, topology.SCHEDULE_FILTER)
 
 
 @pytest.mark.parametrize("user", ["publisher", "engine", "notify-consumer", "operator"])

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from tests.support.commands import NAME, REF
-from tests.support.ring import Ring, fail_nth, play
+from tests.support.ring import Replica, Ring, fail_nth, play
 from timer_service.domain.model import Phase
 from timer_service.errors import Ambiguous, BrokerError, StorageFull, Unavailable
 from timer_service.ports import Fill, Schedule
-from timer_service.runtime.native import GRACE_MS, NEAR_MS
+from timer_service.runtime.native import COMPARE_AGAIN_MS, GRACE_MS, NEAR_MS
 
 LONG_MS = 300_000
 CENTURY_MS = 100 * 365 * 24 * 3_600_000
@@ -247,8 +248,7 @@ def test_the_start_puts_what_is_missing_and_drops_what_has_no_timer() -> None:
         ring.schedules.standing_now["not a timer"] = (Schedule(99, -1, 0), b"")
         native = ring_of()
         native.state, native.schedules = ring.state, ring.schedules
-        native.replicas = []
-        await _take_over(native)
+        native.replicas = [Replica(native, native=True)]
         async with native:
             await native.until(lambda: set(native.schedules.standing_now) == {REF}, "one schedule", within_s=5)
             assert schedule(native) == Schedule(3, 0, due_ms)
@@ -257,14 +257,6 @@ def test_the_start_puts_what_is_missing_and_drops_what_has_no_timer() -> None:
             native.sound()
 
     play(story())
-
-
-async def _take_over(ring: Ring) -> None:
-    """A process on what another one left."""
-    from tests.support.ring import Replica
-
-    ring.schedules.on_put = ring._on_scheduled
-    ring.replicas = [Replica(ring, native=True)]
 
 
 def test_what_another_replica_has_just_started_is_no_stray() -> None:
@@ -380,6 +372,28 @@ def test_a_stream_that_is_nearly_full_gets_no_more_schedules() -> None:
             assert schedule(ring) is None
             ring.schedules.fill = Fill(79, 100)
             await ring.until(lambda: schedule(ring) is not None, "the schedule", within_s=5)
+            ring.sound()
+
+    play(story())
+
+
+def test_schedules_that_can_not_be_read_are_not_read_in_a_loop() -> None:
+    """All of them is a lot to read: every few seconds, until it works."""
+
+    async def story() -> None:
+        async with ring_of() as ring:
+            readings, usual = [], ring.schedules.standing
+
+            async def standing() -> dict[str, Schedule]:
+                readings.append(ring.clock.now_ms())
+                if len(readings) < 5:
+                    raise Unavailable("away")
+                return await usual()
+
+            ring.schedules.standing = standing  # type: ignore[method-assign]
+            await asyncio.sleep(300)
+            assert len(readings) == 5
+            assert min(later - earlier for earlier, later in pairwise(readings)) >= COMPARE_AGAIN_MS
             ring.sound()
 
     play(story())

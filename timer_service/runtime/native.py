@@ -31,7 +31,10 @@ NEAR_MS = 1_000
 FULL_PERCENT, ROOM_AGAIN_PERCENT = 90.0, 80.0
 """The stream of schedules drops its oldest messages when it is full: between these no more are put into it."""
 LOOK_S = 2.0
+COMPARE_AGAIN_MS = 5_000
+"""Comparisons read all schedules (33,000 a second): at most one begins so long after another."""
 _BATCH = 256
+_TURN = 4_096
 _OWED_A_TURN = 2_000
 _Known = tuple[int, tuple[int, int] | None]
 """A generation, and the schedule that this process knows of it."""
@@ -192,12 +195,13 @@ class NativeWaits:
     async def run(self, ready: asyncio.Event) -> None:
         """Compare when the heap is ``ready``, then watch the stream and settle what is owed, until cancelled."""
         await ready.wait()
-        doubt, compared_at_ms = True, 0
+        doubt, compared_at_ms, again_at_ms = True, 0, 0
         while True:
             doubt = await self._look() or doubt
             doubt = doubt or self._clock.now_ms() - compared_at_ms >= self._interval_ms
-            if doubt and await self._compare():
-                doubt, compared_at_ms = False, self._clock.now_ms()
+            if doubt and self._clock.now_ms() >= again_at_ms:
+                doubt, compared_at_ms = not await self._compare(), self._clock.now_ms()
+                again_at_ms = compared_at_ms + COMPARE_AGAIN_MS
             await self._settle_owed()
             await asyncio.sleep(LOOK_S)
 
@@ -229,7 +233,7 @@ class NativeWaits:
         }
         try:
             standing = await self._schedules.standing()
-            missing = [timer_ref for timer_ref, before in wanted.items() if self._lacks(timer_ref, before, standing)]
+            missing = await self._missing(wanted, standing)
             put = await self._each(self._put_missing, missing) if self._room else 0
             for timer_ref in wanted:
                 standing.pop(timer_ref, None)
@@ -242,6 +246,15 @@ class NativeWaits:
 
     def _due_far(self, armed: Armed) -> bool:
         return armed.phase is Phase.WAITING and self._far(armed.since_ms)
+
+    async def _missing(self, wanted: dict[TimerRef, _Known], standing: dict[str, Schedule]) -> list[TimerRef]:
+        missing = []
+        for number, (timer_ref, before) in enumerate(wanted.items()):
+            if number % _TURN == 0:
+                await asyncio.sleep(0)  # wakes and commands get their turn
+            if self._lacks(timer_ref, before, standing):
+                missing.append(timer_ref)
+        return missing
 
     def _lacks(self, timer_ref: TimerRef, before: _Known, standing: dict[str, Schedule]) -> bool:
         armed, schedule = self._waiting(timer_ref), standing.get(timer_ref)
