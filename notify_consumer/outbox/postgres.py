@@ -1,8 +1,9 @@
 """The outbox in PostgreSQL (13 or newer): for consumers on several machines, or where a PostgreSQL is there anyway.
 
 Each operation is one statement and a transaction of its own, so nothing stays locked between two messages, whatever
-becomes of this process. Time is the server's clock as it is at that moment. Should it step back (a standby with
-another clock takes over), what was to happen at a time which is now far off is put off anew from the present.
+becomes of this process; answers and ends that come while others are on their way share a statement. Time is the
+server's clock as it is at that moment. Should it step back (a standby with another clock takes over), what was to
+happen at a time which is now far off is put off anew from the present.
 
 Through PgBouncer use session pooling. With transaction pooling the limits that are set for each session (time-outs,
 planner) do not hold, and prepared statements need PgBouncer 1.21 or newer.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,6 +32,7 @@ from notify_consumer.outbox.base import (
     Waiting,
     storable,
 )
+from notify_consumer.outbox.gathering import Gathered
 from notify_consumer.outbox.postgres_connections import Connections, Session
 from notify_consumer.outbox.postgres_statements import MIGRATIONS, Statements
 
@@ -41,6 +44,7 @@ _LANE_CHARS = 200  # of a flow's name; what is longer does not fit into an index
 _PRUNE_BATCH = 5_000
 
 Found = list[tuple[Any, ...]]
+_Write = tuple[Claim, str]
 
 
 class PostgresOutbox:
@@ -61,6 +65,8 @@ class PostgresOutbox:
         self._create = create
         self._schema = schema
         self._statements = Statements(schema)
+        self._answers = Gathered[_Write](partial(self._write, self._statements.answer, lane=FEEDBACK_LANE))
+        self._ends = Gathered[_Write](partial(self._write, self._statements.finish))
         self._seen_ms = 0
 
     async def open(self) -> None:
@@ -106,18 +112,20 @@ class PostgresOutbox:
         return [_claim(row, owner, token, lease_ms) for row in sorted(found, key=lambda row: row[:2])]
 
     async def renew(self, claims: Sequence[Claim], lease_ms: int) -> set[str]:
-        ids = [claim.resume_id for claim in claims]
-        tokens = [claim.token for claim in claims]
+        ordered = sorted(claims, key=lambda claim: claim.resume_id)
+        ids = [claim.resume_id for claim in ordered]
+        tokens = [claim.token for claim in ordered]
         found, _ = await self._run(self._statements.renew, ids=ids, tokens=tokens, lease_ms=lease_ms)
         return set(ids) - {resume_id for (resume_id,) in found}
 
     async def store_outcome(self, claim: Claim, feedback: Feedback) -> Claim:
-        text = msgspec.json.encode(feedback).decode()
-        await self._fenced(self._statements.answer, claim, lane=FEEDBACK_LANE, feedback=text)
+        if not await self._answers.write((claim, msgspec.json.encode(feedback).decode())):
+            raise LeaseLost(claim.resume_id)
         return replace(claim, lane=FEEDBACK_LANE, feedback=feedback, sends=1)
 
     async def finish(self, claim: Claim, settled: str) -> None:
-        await self._fenced(self._statements.finish, claim, settled=storable(settled))
+        if not await self._ends.write((claim, storable(settled))):
+            raise LeaseLost(claim.resume_id)
 
     async def back_off(self, claim: Claim, delay_ms: int, error: str) -> None:
         await self._fenced(self._statements.back_off, claim, delay_ms=delay_ms, error=storable(error))
@@ -156,6 +164,20 @@ class PostgresOutbox:
         found, _ = await self._run(self._statements.counts)
         counted: dict[str, int] = dict(found)
         return {state: counted.get(state, 0) for state in State}
+
+    async def _write(self, statement: bytes, writes: Sequence[_Write], **values: object) -> list[bool]:
+        """Writes that only the owners of the claims may do; which of them were done."""
+        # In one order, as renew() has it: statements that meet on several rows wait, and don't lock each other out.
+        ordered = sorted(writes, key=lambda write: write[0].resume_id)
+        found, _ = await self._run(
+            statement,
+            ids=[claim.resume_id for claim, _ in ordered],
+            tokens=[claim.token for claim, _ in ordered],
+            values=[value for _, value in ordered],
+            **values,
+        )
+        done = set(found)
+        return [(claim.resume_id, claim.token) in done for claim, _ in writes]
 
     async def _fenced(self, statement: bytes, claim: Claim, **values: object) -> None:
         """A write that only the owner of ``claim`` may do."""

@@ -137,15 +137,20 @@ _RENEW = """
 """
 _MINE = "WHERE resume_id = %(resume_id)s AND token = %(token)s"
 _UNLEASED = "owner = NULL, token = NULL, updated_at = {now}"
+# The two writes of every hand-off: of many claims at a time, each fenced by its own token.
+_HELD = """
+    FROM unnest(%(ids)s::text[], %(tokens)s::text[], %(values)s::text[]) AS held (resume_id, token, value)
+    WHERE row.resume_id = held.resume_id AND row.token = held.token RETURNING held.resume_id, held.token
+"""
 _ANSWER = """
-    UPDATE {outbox} SET
-        state = 'answered', lane = %(lane)s, feedback = %(feedback)s, sends = 1, last_error = NULL,
-        updated_at = {now} {mine}
+    UPDATE {outbox} AS row SET
+        state = 'answered', lane = %(lane)s, feedback = held.value, sends = 1, last_error = NULL,
+        updated_at = {now} {held}
 """
 _FINISH = """
-    UPDATE {outbox} SET
-        state = 'done', settled = %(settled)s, body = '', last_error = NULL, claimable_at = NULL,
-        {unleased} {mine}
+    UPDATE {outbox} AS row SET
+        state = 'done', settled = held.value, body = '', last_error = NULL, claimable_at = NULL,
+        {unleased} {held}
 """
 _BACK_OFF = """
     UPDATE {outbox} SET
@@ -208,6 +213,7 @@ class Statements:
             "sequence": sql.Literal(sql.Identifier(schema, "outbox_seq").as_string()),
             "now": sql.SQL(_NOW),
             "mine": sql.SQL(_MINE),
+            "held": sql.SQL(_HELD),
             "unleased": sql.SQL(_UNLEASED).format(now=sql.SQL(_NOW)),
             "columns": sql.SQL(_COLUMNS),
         }

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 import psycopg
 import pytest
+from msgspec.structs import replace
 
 from notify_consumer.errors import BadSetting, LeaseLost, OutboxUnavailable
 from notify_consumer.outbox import postgres as module
@@ -233,6 +234,57 @@ async def test_what_was_committed_unheard_may_be_repeated(
     assert (kept.state, kept.feedback, kept.settled) == (State.ANSWERED, COMPLETE, "accepted")
 
 
+async def test_what_waits_together_is_written_together(outbox: PostgresOutbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers and ends that come at a time share statements; each still has its own fence."""
+    await outbox.insert([new_row(f"r{at}") for at in range(50)])
+    claims = await outbox.claim("me", {"x": 50}, LONG_MS)
+    stale = replace(claims[0], token="another")
+    statements: list[bytes] = []
+    run = outbox._run
+
+    async def counting(statement: bytes, **values: object) -> Any:
+        statements.append(statement)
+        return await run(statement, **values)
+
+    monkeypatch.setattr(outbox, "_run", counting)
+    answers = (outbox.store_outcome(claim, COMPLETE) for claim in (stale, *claims))
+    lost, *answered = await asyncio.gather(*answers, return_exceptions=True)
+    assert isinstance(lost, LeaseLost)
+    ends = (outbox.finish(claim, claim.resume_id) for claim in claims)
+    assert set(await asyncio.gather(*ends, outbox.finish(stale, "x"), return_exceptions=True)) >= {None}
+    assert answered == [replace(claim, lane=FEEDBACK_LANE, feedback=COMPLETE, sends=1) for claim in claims]
+    assert len(statements) <= 4
+    rows = await outbox.browse(State.DONE, 100)
+    assert {row.resume_id: row.settled for row in rows} == {claim.resume_id: claim.resume_id for claim in claims}
+
+
+async def test_writes_that_wait_together_fail_together(fragile: Postgres, on_fragile: PostgresOutbox) -> None:
+    """When the server goes, each of them is told, and each may be repeated."""
+    await on_fragile.insert([new_row(f"r{at}") for at in range(10)])
+    claims = await on_fragile.claim("me", {"x": 10}, LONG_MS)
+    fragile.stop(hard=True)
+    try:
+        results = await asyncio.gather(
+            *(on_fragile.store_outcome(claim, COMPLETE) for claim in claims), return_exceptions=True
+        )
+        assert {type(result) for result in results} == {OutboxUnavailable}
+    finally:
+        fragile.start()
+    for claim in claims:
+        await on_fragile.finish(await on_fragile.store_outcome(claim, COMPLETE), "accepted")
+
+
+async def test_renewing_and_writing_do_not_lock_each_other_out(outbox: PostgresOutbox) -> None:
+    """Renewals of all claims beside writes of many of them, in whatever order they are given."""
+    await outbox.insert([new_row(f"r{at}") for at in range(100)])
+    claims = await outbox.claim("me", {"x": 100}, LONG_MS)
+    for at in range(20):
+        mixed = claims[::-1] if at % 2 else claims
+        answers = (outbox.store_outcome(claim, COMPLETE) for claim in mixed)
+        renewals = (outbox.renew(order, LONG_MS) for order in (claims, claims[::-1]))
+        await asyncio.gather(*answers, *renewals)
+
+
 # -- the tables -----------------------------------------------------------------------------------------------
 
 
@@ -357,7 +409,9 @@ async def test_a_wrong_password_is_told_without_it(postgres: Postgres) -> None:
     await outbox.close()
 
 
-@pytest.mark.parametrize("url", ["postgresql://me:secret@h/db?sslmod=x", "postgresql://me:sec%zzret@h/db", "postgresql://me:sec/ret@h/db"])
+@pytest.mark.parametrize(
+    "url", ["postgresql://me:secret@h/db?sslmod=x", "postgresql://me:sec%zzret@h/db", "postgresql://me:sec/ret@h/db"]
+)
 def test_a_url_that_cannot_be_read_is_refused(url: str) -> None:
     """What libpq does not understand is refused before anything is connected, without the password."""
     with pytest.raises(BadSetting) as caught:
@@ -373,12 +427,14 @@ async def test_no_statement_scans_or_sorts_the_table(outbox: PostgresOutbox, sch
     """On a table without statistics, just as it is created, every statement about rows walks an index."""
     statements = outbox._statements
     lease = {"lanes": ["x"], "counts": [3], "owner": "me", "token": "t", "lease_ms": 1}
-    mine = {"resume_id": "x", "token": "t"}
+    held = {"ids": ["a"], "tokens": ["t"], "values": ["v"]}
     for statement, values in (
         (statements.survey, {"limit": 5}),
         (statements.claim, lease),
         (statements.renew, {"ids": ["a"], "tokens": ["t"], "lease_ms": 1}),
-        (statements.finish, {**mine, "settled": "x"}),
+        (statements.answer, {**held, "lane": ""}),
+        (statements.finish, held),
+        (statements.kill, {"resume_id": "x", "token": "t", "reason": "r"}),
         (statements.requeue, {"ids": ["a"]}),
         (statements.prune, {"older_than_ms": 1, "limit": 5}),
         (statements.counts, {}),
