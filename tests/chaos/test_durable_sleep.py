@@ -178,6 +178,26 @@ async def test_two_begin_at_once_with_different_durations(
     await completed_once(desk, key)
 
 
+async def test_without_a_notify_consumer_no_resume_stays_behind(broker: Broker, tmp_path: Path) -> None:
+    """Nobody reads the stream: the next scan drops what was slept out, and keeps what still waits for an answer."""
+    with Service(broker.url, tmp_path, reconcile_interval_ms=1_000) as service:
+        await service.ready()
+        async with await TimerClient.connect(broker.url) as timers, Desk.at(broker.url) as desk:
+            await timers.start({"name": "unanswered"}, delay_ms=1)
+            await asyncio.gather(*(timers.sleep(f"nap {n}", 100) for n in range(20)))
+            for n in range(20):
+                await completed_once(desk, f"nap {n}")
+            await eventually(lambda: _only_the_unanswered(desk), 20, what="the stream to be swept")
+            assert service.metric("durable_timer_repairs_total", "resume_dropped") == 20
+            state = await desk.state(name_ref("unanswered"))
+            assert state is not None
+            assert state["phase"] == "elapsed"
+
+
+async def _only_the_unanswered(desk: Desk) -> bool:
+    return await desk.count(topology.RESUMES) == 1
+
+
 # -- heard or not ---------------------------------------------------------------------------------------------
 
 

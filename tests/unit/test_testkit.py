@@ -271,6 +271,29 @@ async def test_sleeps_need_no_consumer() -> None:
         assert len(service.resumes.standing()) == 1
 
 
+async def test_a_start_that_crosses_the_end_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read before the timer was there, sent after it has ended: its id is known, and the sleep is over."""
+    async with TimerTestKit(Handlers()) as kit:
+        asleep = asyncio.create_task(kit.client.sleep("nap", HOUR_MS))
+        await kit.advance(HOUR_MS)
+        await asleep
+        late, usual, looks = kit.connect(), kit.client.get, 0
+
+        async def get(timer: Any, *, payload: bool = True) -> Any:
+            nonlocal looks
+            looks += 1
+            return None if looks == 1 else await usual(timer, payload=payload)
+
+        monkeypatch.setattr(late, "get", get)
+        again = asyncio.create_task(late.sleep("nap", 7))
+        await kit.settle()
+        assert again.done()
+        assert looks == 2
+        record = await kit.get({"namespace": "sleep", "name": "nap"})
+        assert record is not None
+        assert (record["generation"], record["status"]) == (0, "completed")
+
+
 @pytest.mark.parametrize(
     "duration", [0, -1, 1.5, True, 10**13, timedelta(0), timedelta(days=-1), timedelta(days=40_000)]
 )
