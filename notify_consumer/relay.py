@@ -52,6 +52,7 @@ class Relay:
         self._woken = asyncio.Event()
         self._stopping = False
         self._renewed_at = 0.0
+        self._failures = 0
         self._shares = Shares(policy.concurrency)
         self._worker = Worker(
             outbox,
@@ -71,7 +72,8 @@ class Relay:
         self._woken.set()
 
     def say_unavailable(self, reason: str) -> None:
-        """Somebody could not write to the outbox: so it stays ``unavailable`` until the relay can."""
+        """Somebody could not write to the outbox: so it stays ``unavailable`` until the relay can, in a later round."""
+        self._failures += 1
         self._report(reason)
 
     def stop(self) -> None:
@@ -119,6 +121,7 @@ class Relay:
         self._woken.clear()
         if self.handling >= self._policy.concurrency and self.sending >= SENDING_LIMIT:
             return POLL_S
+        failures = self._failures
         try:
             if self._overdue() or self.unavailable is not None:
                 await self._renew()  # where writing failed: a look may work while a write does not
@@ -128,7 +131,8 @@ class Relay:
         except OutboxUnavailable as error:
             self._report(str(error))
             return RETRY_S
-        self._report(None)
+        if failures == self._failures:
+            self._report(None)
         for claim in claims:
             self._start(claim)
         return 0 if claims else _seconds(survey)
@@ -207,7 +211,7 @@ class Relay:
                 await self._renew()
                 wait_s = interval_s
             except OutboxUnavailable as error:
-                self._report(str(error))
+                self.say_unavailable(str(error))
                 wait_s = min(interval_s, RETRY_S)
 
     def _overdue(self) -> bool:
