@@ -35,7 +35,6 @@ TERSE_FROM = 0.85
 """So full a bucket keeps no long errors, which are what rows can grow by without end."""
 _OVERHEAD_BYTES = 200
 _GONE_CODES = frozenset({10043, 10057})
-_STAMP_HEADER = "Nats-Time-Stamp"
 _MUST_BE = {
     "storage": "file",
     "retention": "limits",
@@ -225,7 +224,7 @@ class Bucket:
         return [stored for stored in found if stored.record is not None]
 
     def _stored(self, message: Message) -> Stored:
-        stored_ms = math.ceil(_ms(message.headers[_STAMP_HEADER]))
+        stored_ms = math.ceil(_ms(message.headers[topology.STORED_HEADER]))
         if topology.KV_OPERATION_HEADER in message.headers:
             return Stored(None, message.seq, stored_ms)
         try:

@@ -286,9 +286,10 @@ class NatsOutbox:
 
     async def counts(self) -> dict[State, int]:
         sight = await self._feed.look()
+        messages, last_seq = (0, 0) if sight is None else (sight.messages, sight.last_seq)
+        await self._feed.level(last_seq)
         counted = self._index.counts()
-        live = len(self._index) + len(self._index.strangers)
-        counted[State.DONE] = 0 if sight is None else max(0, sight.messages - live)
+        counted[State.DONE] = max(0, messages - len(self._index) - len(self._index.strangers))
         return counted
 
     def _check(self) -> None:

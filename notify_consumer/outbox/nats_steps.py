@@ -30,8 +30,6 @@ def inserted(row: NewRow, by: str) -> Record:
 
 
 def leased(record: Record, lease: Lease, by: str) -> Record:
-    if record.place.wait_ms is None:
-        raise LeaseLost(record.resume_id)
     answered = record.place.state is State.ANSWERED
     return moved(
         record,

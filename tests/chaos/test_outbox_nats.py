@@ -18,6 +18,7 @@ from notify_consumer.errors import LeaseLost, OutboxUnavailable
 from notify_consumer.outbox.base import FEEDBACK_LANE, Claim, Feedback, Row, State
 from notify_consumer.outbox.nats_kv import NatsOutbox
 from tests.support.broker import Broker
+from tests.support.cluster import Cluster
 from tests.support.notify import new_row, resume_body, until
 from tests.support.notify_bench import Bench
 
@@ -240,6 +241,39 @@ async def test_a_store_that_went_back_is_read_anew(broker: Broker, outbox: NatsO
         await outbox.finish(claims[0], "accepted")
     (claim,) = await outbox.claim("me", {"old": 1}, LONG_MS)
     assert claim.attempts == 1
+
+
+# -- three replicas -------------------------------------------------------------------------------------------
+
+
+async def test_three_replicas_outlive_one(tmp_path: Path) -> None:
+    """On a cluster everything works as on one server, and goes on when the node that leads the bucket is killed."""
+    with Cluster(tmp_path / "cluster") as cluster:
+        boxes = [NatsOutbox(cluster.url, timeout_ms=2_000, replicas=3, max_bytes=2**25) for _ in range(2)]
+        for box in boxes:
+            await box.open()
+        workers = [Working(box, name) for box, name in zip(boxes, "ab", strict=True)]
+        tasks = [asyncio.create_task(worker.run()) for worker in workers]
+        await until(partial(more_than, workers, 20), "work is done")
+        await asyncio.to_thread(lambda: cluster.kill(cluster.leader_of(boxes[0].bucket.stream)))
+        done = sum(len(worker.finished) for worker in workers)
+        await until(partial(more_than, workers, done + 20), "work is done with two")
+        for worker in workers:
+            worker.stopping = True
+        await asyncio.gather(*tasks)
+        inserted = {each for worker in workers for each in worker.inserted}
+
+        async def all_done() -> bool:
+            for worker in workers:
+                await worker._work()
+            return (await boxes[1].counts())[State.DONE] == len(inserted)
+
+        await until(all_done, "every row is done")
+        row = await boxes[0].get(workers[0].finished[0])
+        assert row is not None
+        assert 0 < row.inserted_at_ms <= row.updated_at_ms
+        for box in boxes:
+            await box.close()
 
 
 # -- consumers ------------------------------------------------------------------------------------------------

@@ -534,6 +534,22 @@ async def test_bodies_are_read_where_another_process_took_them_in(
     await other.close()
 
 
+async def test_memory_refuses_nobody(outbox: NatsOutbox, make: Make) -> None:
+    """A process that has not heard yet of a claim looks at the broker before it calls the claim lost."""
+    other = make()
+    await other.open()
+    await outbox.insert([new_row()])
+    follower = outbox._feed._follower
+    assert follower is not None
+    await follower.stop()
+    claim = await taken(other)
+    answered = await outbox.store_outcome(claim, COMPLETE)
+    await other.back_off(answered, 0, "boom")
+    with pytest.raises(LeaseLost):
+        await outbox.finish(answered, "accepted")
+    await other.close()
+
+
 def test_the_broker_is_asked_every_other_second() -> None:
     """So far a broker's clock that steps, a policy that drifts and a full bucket go unnoticed."""
     assert nats_feed.LOOK_S <= 2

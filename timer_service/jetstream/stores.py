@@ -55,7 +55,7 @@ def _from_api(message: dict[str, object]) -> Message:
     return Message(
         str(message["subject"]),
         int(str(message["seq"])),
-        {name.strip(): value.strip() for name, value in pairs},
+        {name.strip(): value.strip() for name, value in pairs} | {topology.STORED_HEADER: str(message["time"])},
         base64.b64decode(str(message.get("data", ""))),
     )
 
