@@ -237,6 +237,32 @@ def test_two_drives_share_the_work():
     assert sum(counts) == 2_000
 
 
+class Noticing(int):
+    """A time of day; whenever it is compared, another thread tries to look into the scheduler."""
+
+    scheduler: DelayedScheduler[str]
+    threads: list[tuple[threading.Thread, bool]]
+
+    def __ge__(self, other: int) -> bool:
+        thread = threading.Thread(target=self.scheduler.next, daemon=True)
+        thread.start()
+        thread.join(0.1)  # held up, unless the lock is free
+        self.threads.append((thread, thread.is_alive()))
+        return int(self) >= int(other)
+
+
+def test_nobody_comes_in_between_while_it_claims(runs: Runs):
+    """The lock is held from the first look to the last; then others go on."""
+    runs.add("a", 5)
+    now = Noticing(5)
+    now.scheduler, now.threads = runs.scheduler, []
+    assert runs.scheduler.run_due(now) == 1
+    assert [held_up for _, held_up in now.threads] == [True]
+    for thread, _ in now.threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
 # ── failures ────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -373,32 +373,59 @@ def test_a_slow_callback_makes_nothing_late(owner: Owner):
     assert asked == [1.0]
 
 
-def test_a_thousand_races():
-    """Another thread schedules, moves the clock or stops just when the owner goes to sleep: nothing is ever missed."""
+class MeetingClock(Clock):
+    """Its readings wait, after they took the time, until the test lets them go: there it meets the owner thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meet = False
+        self.arrived, self.go = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __call__(self) -> int:
+        now = self.now
+        if self.meet:
+            self.arrived.release()
+            assert self.go.acquire(timeout=DEADLINE_S)
+        return now
+
+    def await_reading(self) -> None:
+        assert self.arrived.acquire(timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize("act", ["an earlier time", "a jump of the clock", "stop"])
+def test_a_thousand_races(act: str):
+    """Another thread acts while the owner goes to sleep: in the gap itself, or at once after letting it go on."""
     owner = Owner()
-    going_to_sleep = threading.Semaphore(0)
-    owner.clock.before = going_to_sleep.release
+    owner.clock = clock = MeetingClock()
     owner.start()
     for number in range(ROUNDS):
         done = Note()
-        while going_to_sleep.acquire(blocking=False):
-            pass
-        owner.scheduler.schedule("far", owner.clock.now + 3_600 * SECOND, done.set)
-        owner.scheduler.wake()  # two readings follow, one to look and one to sleep: we meet it at one of them
-        for _ in range(1 + number % 2):
-            assert going_to_sleep.acquire(timeout=DEADLINE_S)
-        match number % 4 // 2 if number % 10 else 2:
-            case 0:
-                owner.scheduler.schedule("near", owner.clock.now, done.set)
-            case 1:
-                owner.clock.now += 3_600 * SECOND
+        clock.meet = True
+        owner.scheduler.schedule("far", clock.now + 3_600 * SECOND, done.set)
+        owner.scheduler.wake()
+        clock.await_reading()
+        if number % 4 < 2:  # the other one of the two readings in a round: for looking, for sleeping
+            clock.go.release()
+            owner.scheduler.wake()
+            clock.await_reading()
+        clock.meet = False
+        if number % 2:
+            clock.go.release()
+        match act:
+            case "an earlier time":
+                owner.scheduler.schedule("near", clock.now, done.set)
+            case "a jump of the clock":
+                clock.now += 3_600 * SECOND
                 owner.scheduler.wake()
-            case _:
+            case "stop":
                 owner.scheduler.stop()
-                owner.join()
-                owner.start()
-                done.set()
-        assert done.heard(), f"round {number}"
+        if not number % 2:
+            clock.go.release()
+        if act == "stop":
+            owner.join()
+            owner.start()
+        else:
+            assert done.heard(), f"round {number}"
     owner.scheduler.stop()
     owner.join()
     assert owner.errors == []

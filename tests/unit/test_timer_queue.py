@@ -544,9 +544,50 @@ def test_a_clock_that_stands_is_left_alone_more_and_more():
     play(story())
 
 
+def test_a_clock_that_stood_and_runs_again_makes_nothing_late():
+    """Once it has been seen to move, sleeps are as long as they should be."""
+
+    async def story() -> None:
+        clock = HandClock()
+        bench = Bench(clock)
+        bench.queue.schedule("a", 1)
+        await asyncio.sleep(600)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        clock.now_ms = lambda: round((loop.time() - began) * 1_000)  # type: ignore[method-assign]
+        at: dict[str, int] = {}
+        bench.react = lambda key: at.update({key: clock.now_ms()})
+        bench.queue.schedule("b", 50)
+        bench.queue.wake()
+        await asyncio.sleep(6)
+        bench.queue.schedule("c", 6_070)
+        await asyncio.sleep(6)
+        assert at == {"a": 1, "b": 50, "c": 6_070}
+        await bench.stop()
+
+    play(story())
+
+
+def test_looks_in_the_same_millisecond_make_nothing_late():
+    """However often it is woken: a clock that did not move since the last look need not be one that stands."""
+
+    async def story(bench: Bench, now_ms: Callable[[], int]) -> None:
+        at: dict[str, int] = {}
+        bench.react = lambda key: at.update({key: now_ms()})
+        bench.queue.schedule("a", T0_MS + 10)
+        for _ in range(12):
+            bench.queue.wake()
+            await rounds(3)
+        await asyncio.sleep(1)
+        assert at == {"a": 10}
+
+    in_loop_time(story)
+
+
 async def test_an_advance_in_another_thread_wakes_it(monkeypatch: pytest.MonkeyPatch):
     """A thousand times, without a sleep that would end by itself."""
     monkeypatch.setattr(scheduler, "MAX_SLEEP_S", 3_600.0)
+    asyncio.get_running_loop().set_debug(True)  # then it refuses what another thread may not do to it
     clock, fired = ManualClock(), asyncio.Queue[int]()
     queue: TimerQueue[int] = TimerQueue(clock)
     task = asyncio.create_task(queue.run(fired.put_nowait))
