@@ -292,7 +292,7 @@ class MemorySchedules(_Trouble):
         """All schedules are gone: purged by hand, or with the stream, which was made ``anew``."""
         self.standing_now.clear()
         if anew:
-            self.created, self._seq = f"{self.created} again", 0
+            self.created = f"{self.created} again"
 
     def _put(self, timer_ref: TimerRef, generation: int, at_ms: int, wake: bytes) -> int:
         self._seq += 1

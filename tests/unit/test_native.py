@@ -89,6 +89,21 @@ def test_what_is_due_soon_is_woken_from_here(delay_ms: int) -> None:
     play(story())
 
 
+def test_replaced_within_the_last_second_it_is_woken_once() -> None:
+    """The alarm of the occurrence before finds another one, and leaves it alone."""
+
+    async def story() -> None:
+        async with ring_of() as ring:
+            await start(ring, 400)
+            await start(ring, 900)
+            assert await resumed(ring, 1) == (0, 0)
+            await asyncio.sleep(2 * GRACE_MS / 1000)
+            assert [wake.generation for wake in ring.wakes.published] == [1]
+            ring.sound()
+
+    play(story())
+
+
 def test_a_retry_gets_a_schedule_of_its_own() -> None:
     """The next occurrence has the next generation, and its own due time; due in the past it fires at once."""
 
@@ -164,6 +179,33 @@ def test_a_cancel_right_after_the_start_leaves_no_schedule() -> None:
     play(story())
 
 
+def test_a_schedule_that_arrives_after_the_end_is_taken_away() -> None:
+    """The broker takes its time: nothing stood yet when the cancel looked."""
+
+    async def story() -> None:
+        async with ring_of() as ring:
+            slow_puts(ring, 1.0)
+            await start(ring, CENTURY_MS)
+            await ring.ask("cancel", timer_ref=REF)
+            await ring.settle()
+            assert ring.schedules._seq == 0
+            await asyncio.sleep(2)
+            assert (ring.schedules._seq, schedule(ring)) == (1, None)
+            ring.sound()
+
+    play(story())
+
+
+def slow_puts(ring: Ring, delay_s: float) -> None:
+    usual = ring.schedules.put
+
+    async def put(*what: Any) -> int:
+        await asyncio.sleep(delay_s)
+        return await usual(*what)
+
+    ring.schedules.put = put  # type: ignore[method-assign, assignment]
+
+
 def test_replaced_by_something_near_the_far_schedule_goes() -> None:
     """What is due within a second has no schedule: the one before would stay for ever."""
 
@@ -223,14 +265,16 @@ def test_a_stream_that_went_back_is_compared() -> None:
 
     async def story() -> None:
         async with ring_of() as ring:
-            await start(ring, LONG_MS)
-            await start(ring, 2 * LONG_MS)
+            for _ in range(5):
+                await start(ring, LONG_MS)
             await asyncio.sleep(5)
             ring.schedules.lose(anew=False)
             ring.schedules._seq = 1
             await ring.until(lambda: schedule(ring) is not None, "the schedule", within_s=5)
+            calls = ring.schedules.calls
             await asyncio.sleep(60)
-            assert repairs(ring, "schedule_missing") == 1, "once, not at every look"
+            assert repairs(ring, "schedule_missing") == 1
+            assert ring.schedules.calls - calls <= 31, "looked at, and not read anew at each look"
             ring.sound()
 
     play(story())
@@ -271,9 +315,35 @@ def test_what_another_replica_has_just_started_is_no_stray() -> None:
             assert deaf.driver.get(REF) is None
             assert deaf.native is not None
             assert await deaf.native._compare()
+            assert await deaf.native._set_right(REF)
             assert schedule(ring) is not None
             ring.replicas = [busy, deaf]
             assert repairs(ring, "schedule_without_timer") == 0
+            ring.sound()
+
+    play(story())
+
+
+def test_what_is_put_while_all_are_read_is_not_missing() -> None:
+    """Nothing to mend, and nothing counted."""
+
+    async def story() -> None:
+        async with ring_of() as ring:
+            slow_puts(ring, 1.0)
+            await start(ring, LONG_MS)
+            usual = ring.schedules.standing
+
+            async def standing() -> dict[str, Schedule]:
+                before = await usual()
+                await asyncio.sleep(2)
+                return before
+
+            ring.schedules.standing = standing  # type: ignore[method-assign]
+            (replica,) = ring.replicas
+            assert replica.native is not None
+            assert await replica.native._compare()
+            assert ring.schedules._seq == 1
+            assert repairs(ring, "schedule_missing") == 0
             ring.sound()
 
     play(story())
@@ -340,6 +410,34 @@ def test_what_could_not_be_put_is_put_later(error: BrokerError) -> None:
             await start(ring, LONG_MS)
             await ring.until(lambda: schedule(ring) is not None, "the schedule", within_s=30)
             assert await resumed(ring) == (0, 0)
+            ring.sound()
+
+    play(story())
+
+
+def test_while_the_broker_can_not_one_at_a_time_is_tried() -> None:
+    """What is owed waits behind the first; all of it is put in the end."""
+
+    async def story() -> None:
+        async with ring_of() as ring:
+            await asyncio.sleep(3)
+            usual, tries, away = ring.schedules.put, 0, True
+
+            async def put(*what: Any) -> int:
+                nonlocal tries
+                tries += 1
+                if away:
+                    raise Unavailable("away")
+                return await usual(*what)
+
+            ring.schedules.put = put  # type: ignore[method-assign, assignment]
+            for number in range(20):
+                await ring.ask("start", timer={"name": f"n-{number}"}, due={"delay_ms": CENTURY_MS})
+            tries = 0
+            await asyncio.sleep(60)
+            assert 25 <= tries <= 35, "one every two seconds"
+            away = False
+            await ring.until(lambda: len(ring.schedules.standing_now) == 20, "all schedules", within_s=5)
             ring.sound()
 
     play(story())

@@ -287,7 +287,6 @@ class Driver:
         if armed.phase is Phase.WAITING:
             self._ask_for_answer(armed, now_ms)
             start_fiber(self._publish_wake(armed, now_ms), self._on_wake_error)
-            self.waits.woke(armed.key, armed.generation)
         else:
             self.look_after(armed)
 

@@ -85,11 +85,6 @@ class NativeWaits:
         if far or self._far(waited_until_ms, 0):
             self._start(self._set_right(timer_ref))
 
-    def woke(self, timer_ref: TimerRef, generation: int) -> None:
-        """Its schedule has had its time; only after a shift of the clock does it stand yet."""
-        if self._offset_ms():
-            self._start(self._drop_woken(timer_ref, generation))
-
     def came_early(self, timer_ref: TimerRef) -> None:
         """The broker's clock is a little before ours."""
         armed = self._waiting(timer_ref)
@@ -168,14 +163,6 @@ class NativeWaits:
         standing = await self._schedules.find(timer_ref)
         if standing is not None and not await self._waits_for(timer_ref, standing):
             await self._schedules.drop(standing.seq)
-
-    async def _drop_woken(self, timer_ref: TimerRef, generation: int) -> None:
-        try:
-            standing = await self._schedules.find(timer_ref)
-            if standing is not None and standing.generation == generation:
-                await self._schedules.drop(standing.seq)
-        except BrokerError as error:
-            self._owe(timer_ref, error)
 
     async def _waits_for(self, timer_ref: TimerRef, schedule: Schedule) -> bool:
         """Whether a timer waits for this schedule: by the state, which may know more than the heap."""
