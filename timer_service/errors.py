@@ -66,7 +66,11 @@ class Forbidden(BrokerError):
 
 
 class NotFound(BrokerError):
-    """No such message, stream or consumer."""
+    """No such message, stream or consumer: ``err_code`` tells which, 0 when the broker gave none."""
+
+    def __init__(self, message: str, err_code: int = 0) -> None:
+        super().__init__(message)
+        self.err_code = err_code
 
 
 class RequestRefused(BrokerError):

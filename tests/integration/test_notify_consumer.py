@@ -252,7 +252,7 @@ async def test_before_the_stream_exists_it_is_alive_and_waits(broker: Broker, tm
         await until(lambda: codes(app.readiness()) == {"lease_unavailable"})
         status, body = await asyncio.to_thread(_status, app.http.port, "/readyz")
         assert status == 503
-        assert "no stream takes this subject; run durable-timer provision" in body
+        assert "KV_DURABLE_TIMER_LEASES is not there, or nobody leads it; run durable-timer provision" in body
         await bench.provide_streams(LEASE_STREAM)
         await until(lambda: codes(app.readiness()) == {"stream_missing"})
         status, body = await asyncio.to_thread(_status, app.http.port, "/readyz")

@@ -136,9 +136,8 @@ class Process:
 
     def stop(self) -> None:
         """A clean stop: it gives up what it has."""
-        record = self.contender.proposal()
         if self.contender.mine is not None and self.connected:
-            given_up = Record(record.instance, self.name, record.epoch, record.beat, record.ask, given_up=True)
+            given_up = self.contender.propose(given_up=True)
             self.world.send(lambda: self._arrives(given_up, self.contender.revision, self.world.now, object()))
         self.alive = False
         self.connected = False
@@ -165,7 +164,7 @@ class Process:
             self.world.reads += 1
             self.world.send(lambda: self._read(token))
         else:
-            record, revision = contender.proposal(), contender.revision
+            record, revision = contender.propose(), contender.revision
             self.world.send(lambda: self._arrives(record, revision, now, token))
 
     def _silence(self, step: Step) -> Action:
@@ -189,6 +188,10 @@ class Process:
 
     def _read(self, token: object) -> None:
         world = self.world
+        if not world.bucket:
+            asked = world.now
+            self._reply(token, lambda: self.contender.no_bucket(asked, world.now))
+            return
         found, revision = (world.stored, world.revision) if world.stored is not None else (None, 0)
         self._reply(token, lambda: self.contender.found(found, revision, world.now))
 
@@ -198,10 +201,12 @@ class Process:
     def _arrives(self, record: Record, revision: int, sent: float, token: object) -> None:
         """A write reaches the broker: everybody else hears it, whatever becomes of it."""
         world, contender = self.world, self.contender
-        for other in world.processes:
-            if other is not self and other.connected:
-                world.send(partial(other._hears, record))
+        others = [other for other in world.processes if other is not self and other.connected]
+        for other in others:
+            world.send(partial(other._hears, record))
         if not world.bucket:
+            if others:
+                return  # somebody listens on the subject, so the broker sees no reason to complain
             self._reply(token, lambda: contender.refused(record, sent, world.now))
         elif world.full:
             self._reply(token, lambda: contender.no_room(record, sent))
@@ -218,7 +223,7 @@ class Process:
             self._take(lambda: self.contender.heard(record, self.world.now))
 
     def _ask(self) -> None:
-        asked = self.contender.asking()
+        asked = self.contender.asking(self.world.now)
         there = any(other.name == asked.process and other.connected for other in self.world.processes)
         if there:
             self.world.later(_ASK_S, lambda: self._take(lambda: self.contender.is_connected(asked)))

@@ -155,7 +155,7 @@ def test_a_write_without_an_answer_is_recognised() -> None:
     assert contender.step(0) is Step.READ
     contender.found(None, 0, 0)
     assert contender.step(0) is Step.WRITE
-    record = contender.proposal()
+    record = contender.propose()
     contender.unanswered(0.6)
     assert contender.step(0.6) is Step.WAIT
     assert contender.step(0.7) is Step.READ
@@ -163,7 +163,8 @@ def test_a_write_without_an_answer_is_recognised() -> None:
     assert contender.mine == record
     assert not contender.holds(0.7), "when it was stored is not known"
     assert contender.step(0.7) is Step.WRITE
-    assert (contender.proposal().epoch, contender.proposal().beat, contender.revision) == (1, 1, 9)
+    renewal = contender.propose()
+    assert (renewal.epoch, renewal.beat, contender.revision) == (1, record.beat + 1, 9)
 
 
 def test_without_room_a_holder_goes_on(world: World) -> None:
@@ -241,24 +242,24 @@ def test_a_claim_that_was_not_stored_is_forgotten() -> None:
     assert contender.step(expiry_s) is Step.READ
     contender.found(holder, 8, expiry_s)
     assert contender.step(expiry_s) is Step.ASK
-    assert contender.asking() == holder
+    assert contender.asking(expiry_s) == holder
     assert contender.step(expiry_s) is Step.WAIT, "it may well live"
     contender.is_gone(holder)
     contender.found(holder, 8, expiry_s)
     assert contender.step(expiry_s) is Step.WRITE
-    assert contender.proposal().epoch == 5
+    assert contender.propose().epoch == 5
 
 
 def test_a_holder_who_may_not_read_goes_on_writing() -> None:
     """Lost permissions: each refusal is followed by a look, each look that fails by another try."""
     contender = Contender("a", "p", "ask")
     contender.found(None, 0, 0)
-    contender.written(contender.proposal(), 1, 0)
+    contender.written(contender.propose(), 1, 0)
     now, tries = 0.0, 0
     while now < 30:
         step = contender.step(now)
         if step is Step.WRITE:
-            contender.refused(contender.proposal(), now, now)
+            contender.refused(contender.propose(), now, now)
             tries += 1
         elif step is Step.READ:
             contender.not_read(now)

@@ -58,6 +58,7 @@ class Contender:
     def __init__(self, instance: str, process: str, ask: str) -> None:
         self._first = Record(instance, process, 0, 0, ask)
         self._epoch = 0
+        self._beat = 0
         self.revision = 0
         """Of what was last read or written, 0 for nothing: a write is refused unless that still stands."""
         self.mine: Record | None = None
@@ -99,11 +100,12 @@ class Contender:
         times = (self._not_before_s, self._held_until_s, self._renew_s, self._expires_s, self._ask_s)
         return min((time_s for time_s in times if time_s > now_s), default=math.inf)
 
-    def proposal(self) -> Record:
-        """What to write next: a renewal, or the beginning of a new epoch."""
-        if self.mine is not None:
-            return msgspec.structs.replace(self.mine, beat=self.mine.beat + 1)
-        return msgspec.structs.replace(self._first, epoch=self._epoch + 1)
+    def propose(self, *, given_up: bool = False) -> Record:
+        """What to write now: a renewal, or the beginning of a new epoch. Each says more than the last one, if only
+        by its beat: others hear it whether it is stored or not."""
+        self._beat += 1
+        epoch = self._epoch + 1 if self.mine is None else self.mine.epoch
+        return msgspec.structs.replace(self._first, epoch=epoch, beat=self._beat, given_up=given_up)
 
     # -- what came of a write -----------------------------------------------------------------------------------
 
@@ -160,6 +162,13 @@ class Contender:
         self._not_before_s = now_s + RETRY_S
         if self.mine is not None:
             self._unread, self._renew_s = False, now_s
+
+    def no_bucket(self, asked_s: float, now_s: float) -> None:
+        """There is nothing to read from, nor to write to: nobody can take it, so a holder goes on."""
+        if self.mine is not None:
+            self._hold(self.mine, asked_s)
+        else:
+            self._look(now_s + RENEW_S)
 
     def _found_own(self, record: Record, now_s: float) -> None:
         newest = record if self.mine is None else max(record, self.mine, key=lambda each: (each.epoch, each.beat))
@@ -229,10 +238,10 @@ class Contender:
 
     # -- what was asked -----------------------------------------------------------------------------------------
 
-    def asking(self) -> Record:
-        """The holder that is to be asked; the step is taken with this."""
+    def asking(self, now_s: float) -> Record:
+        """The holder that is to be asked; the step is taken with this, until it is due again."""
         assert self.holder is not None
-        self._ask_s = math.inf
+        self._ask_s = now_s + OVERDUE_S
         return self.holder
 
     def is_gone(self, asked: Record) -> None:

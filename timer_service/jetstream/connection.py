@@ -322,7 +322,7 @@ def api_error(error: dict[str, Any], about: str) -> BrokerError:
     if err_code in _STORAGE_CODES:
         return StorageFull(text, _STORAGE_CODES[err_code])
     if err_code in _NOT_FOUND_CODES or code == 404:
-        return NotFound(text)
+        return NotFound(text, err_code)
     if code in (401, 403):
         return Forbidden(text)
     return RequestRefused(text, err_code)

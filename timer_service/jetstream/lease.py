@@ -33,8 +33,11 @@ from timer_service.jetstream.publish import Publisher
 _PATIENCE_S = 0.6
 """A reply that takes longer is too late to be of use."""
 _ASK_S = 0.5
+_RETRY_S = 1.0
 _GIVE_UP_S = 2.0
 _GIVE_UP_TRIES = 3
+_NO_STREAM = 10059
+_NO_BUCKET = f"{topology.LEASE_STREAM} is not there, or nobody leads it; run durable-timer provision"
 _records = msgspec.json.Decoder(Record)
 
 Listener = Callable[[], None]
@@ -129,7 +132,7 @@ class Lease:
         for _ in range(_GIVE_UP_TRIES):
             if self._contender.mine is None or not self._connection.connected:
                 return
-            if await self._write(msgspec.structs.replace(self._contender.proposal(), given_up=True)):
+            if await self._write(self._contender.propose(given_up=True)):
                 self._log.info(events.LEASE_GIVEN_UP, epoch=self._contender.mine.epoch)
                 return
             await self._read()
@@ -139,17 +142,25 @@ class Lease:
     async def _run(self) -> None:
         await self._flush()
         while not self._stopping:
-            now_s = self._now()
-            step = self._contender.step(now_s)
-            if step is Step.WAIT or not self._connection.connected:
-                await self._pause(self._contender.due_s(now_s) - now_s)
-            elif step is Step.READ:
-                await self._read()
-            elif step is Step.WRITE:
-                await self._write(self._contender.proposal())
-            else:
-                self._asking = asyncio.create_task(self._ask(self._contender.asking()), name=f"lease.{self._key}.ask")
+            try:
+                await self._turn()
+            except Exception as error:
+                self._log.error(events.WORK_FAILED, step="lease", exc_info=error)
+                await asyncio.sleep(_RETRY_S)
             self._tell()
+
+    async def _turn(self) -> None:
+        now_s = self._now()
+        step = self._contender.step(now_s)
+        if step is Step.WAIT or not self._connection.connected:
+            await self._pause(self._contender.due_s(now_s) - now_s)
+        elif step is Step.READ:
+            await self._read()
+        elif step is Step.WRITE:
+            await self._write(self._contender.propose())
+        else:
+            asking = self._ask(self._contender.asking(now_s))
+            self._asking = asyncio.create_task(asking, name=f"lease.{self._key}.ask")
 
     async def _flush(self) -> None:
         """Whoever reads our record must find us listening."""
@@ -184,12 +195,18 @@ class Lease:
 
     async def _read(self) -> None:
         """From the stream's leader: a replica behind it might still have what was renewed since."""
+        asked_s = self._now()
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 request = f"STREAM.MSG.GET.{topology.LEASE_STREAM}"
                 message = (await self._publisher.api(request, {"last_by_subj": self._subject}))["message"]
-        except NotFound:
-            self._contender.found(None, 0, self._now())
+        except NotFound as error:
+            if error.err_code == _NO_STREAM:  # a write gets no answer then, as long as others listen to its subject
+                self.trouble = _NO_BUCKET
+                self._tell()
+                self._contender.no_bucket(asked_s, self._now())
+            else:
+                self._contender.found(None, 0, self._now())
         except (BrokerError, TimeoutError):
             self._contender.not_read(self._now())
         else:
@@ -230,8 +247,7 @@ class Lease:
         if not self._connection.connected:
             self._contender.unanswered(self._now())
             return
-        hint = "; run durable-timer provision" if isinstance(error, Unavailable) else ""
-        self.trouble = f"{error}{hint}"
+        self.trouble = _NO_BUCKET if isinstance(error, Unavailable) else str(error)
         self._tell()
         self._contender.refused(record, sent_s, self._now())
 
