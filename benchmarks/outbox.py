@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psycopg
 
+from benchmarks.limit import measure_limit
 from notify_consumer.outbox.base import Claim, Feedback, NewRow, Outbox
 from notify_consumer.outbox.nats_kv import NatsOutbox
 from notify_consumer.outbox.postgres import PostgresOutbox
@@ -200,7 +201,8 @@ async def postgres_round(server: Postgres, count: int, name: str) -> Figures:
 
 async def nats_round(broker: EmbeddedBroker, count: int, name: str) -> Figures:
     async with opened(NatsOutbox(broker.url, bucket=f"BENCH_{name}", max_bytes=2**28)) as outbox:
-        return await measure(outbox, count, name)
+        bare = {"bare publish, acknowledged, 256 in flight": (await measure_limit(broker.url, 1.0))["acked_per_s"]}
+        return {**bare, **await measure(outbox, count, name)}
 
 
 def main() -> None:

@@ -242,11 +242,16 @@ async def test_what_waits_together_is_written_together(outbox: PostgresOutbox, m
     statements: list[bytes] = []
     run = outbox._run
 
-    async def counting(statement: bytes, **values: object) -> Any:
+    async def counting(statement: bytes, **values: Any) -> Any:
         statements.append(statement)
+        assert values.get("ids", []) == sorted(
+            values.get("ids", [])
+        )  # so that two on the same rows don't lock each other out
         return await run(statement, **values)
 
     monkeypatch.setattr(outbox, "_run", counting)
+    await outbox.renew(claims[::-1], LONG_MS)
+    statements.clear()
     answers = (outbox.store_outcome(claim, COMPLETE) for claim in (stale, *claims))
     lost, *answered = await asyncio.gather(*answers, return_exceptions=True)
     assert isinstance(lost, LeaseLost)
@@ -467,6 +472,46 @@ async def test_resumes_that_come_twice_at_a_time_do_not_lock_each_other_out(
         assert mine | theirs == {row.resume_id for row in rows}
         assert mine & theirs == set()
     await other.close()
+
+
+async def test_a_batch_is_written_in_the_order_of_its_ids(
+    outbox: PostgresOutbox, postgres: Postgres, schema: str
+) -> None:
+    """So that two who take the same rows in wait for one another in one direction only."""
+    first, second = sorted((new_row("a"), new_row("b")), key=lambda row: row.resume_id)
+    hold = f"""
+        INSERT INTO {schema}.outbox (resume_id, seq, flow, lane, state, readable, body, inserted_at, updated_at)
+        VALUES (%s, 0, '', '', 'done', true, '', 0, 0)
+    """.encode()
+    waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE %s"
+    with psycopg.connect(postgres.url) as other, psycopg.connect(postgres.url) as third:
+        other.execute(hold, (second.resume_id,))
+        inserting = asyncio.create_task(outbox.insert([second, first]))
+        await until(lambda: postgres.query(waits, f"%{schema}%") == [(1,)], "it waits for the second")
+        third.execute("SET lock_timeout = '100ms'")
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            third.execute(hold, (first.resume_id,))
+        third.rollback()
+        other.rollback()
+    assert await inserting == {first.resume_id, second.resume_id}
+
+
+async def test_a_locked_row_holds_nothing_up(outbox: PostgresOutbox, postgres: Postgres, schema: str) -> None:
+    """A row that somebody else has locked is passed over, by claims and by pruning; the others are taken."""
+    rows = [new_row(f"r{at}") for at in range(3)]
+    await outbox.insert(rows)
+    lock = f"SELECT 1 FROM {schema}.outbox WHERE resume_id = %s FOR UPDATE".encode()
+    with psycopg.connect(postgres.url) as other:
+        other.execute(lock, (rows[0].resume_id,))
+        claims = await outbox.claim("me", {"x": 2}, LONG_MS)
+        assert [claim.resume_id for claim in claims] == [row.resume_id for row in rows[1:]]
+        other.rollback()
+        for claim in claims:
+            await outbox.finish(await outbox.store_outcome(claim, COMPLETE), "accepted")
+        other.execute(lock, (claims[0].resume_id,))
+        await until(lambda: outbox.prune_done(1), "the one that is free is old enough")
+        assert (await outbox.counts())[State.DONE] == 1
+        other.rollback()
 
 
 async def test_pruning_goes_in_pieces(outbox: PostgresOutbox, monkeypatch: pytest.MonkeyPatch) -> None:
