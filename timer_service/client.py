@@ -31,6 +31,7 @@ from timer_service.jetstream.publish import Publisher
 from timer_service.jetstream.stores import JetStreamArchive, JetStreamSnapshots, JetStreamState
 from timer_service.ports import Stored
 from timer_service.sleeping import Sleep, SleepKey, delay_of, sleep_key
+from timer_service.urls import shown_url
 from timer_service.wire.bodies import KeyBody
 from timer_service.wire.canonical import exact_json, strict_loads
 from timer_service.wire.commands import Kind, timer_key
@@ -101,7 +102,7 @@ class TimerClient:
         try:
             await asyncio.wait_for(connection.open(), connect_timeout_ms / 1000)
         except (TimeoutError, OSError):
-            raise Unavailable(f"no broker at {url}: {connection.last_error or 'no answer'}") from None
+            raise Unavailable(f"no broker at {shown_url(url)}: {connection.last_error or 'no answer'}") from None
         client = cls(connection, timeout_ms=timeout_ms, reply_prefix=reply_prefix)
         client._owns_connection = True
         await client.open()

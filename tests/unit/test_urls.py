@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
+from timer_service.cli import app, session
 from timer_service.urls import hide_secrets, shown_url
 
 
@@ -37,3 +39,12 @@ def test_a_url_is_shown_without_its_secrets(url: str, shown: str) -> None:
 def test_secrets_are_taken_out_of_texts() -> None:
     """The longest first, and an empty one hides nothing."""
     assert hide_secrets("no abc in abcd", ["", "abc", "abcd"]) == "no *** in ***"
+
+
+def test_no_command_shows_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command line says about a broker that is not there names it without its secrets."""
+    monkeypatch.setattr(session, "CONNECT_TIMEOUT_S", 0.2)
+    result = CliRunner().invoke(app, ["stats", "--nats", "nats://me:s3cret@127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert "s3cret" not in result.output
+    assert "nats://me:***@127.0.0.1:1" in result.output

@@ -20,6 +20,7 @@ from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.permissions import missing_permissions
 from timer_service.jetstream.provision import Finding, Provisioner
 from timer_service.jetstream.watch import Watch
+from timer_service.urls import shown_url
 
 MAX_SKEW_MS = 250
 _HINTS = {
@@ -129,7 +130,7 @@ async def measure(url: str, creds: str | None) -> dict[str, Any]:
     async with connected(url, creds) as connection:
         level = await durability_of(connection)
         return {
-            "server": {"url": url, "version": connection.server_version},
+            "server": {"url": shown_url(url), "version": connection.server_version},
             "durability": None if level is None else level.plain(),
             "streams": {spec.name: await _stream(connection, spec.name) for spec in topology.streams(topology.Sizes())},
             "consumers": {spec.name: await _consumer(connection, spec) for spec in topology.CONSUMERS},

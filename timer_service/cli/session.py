@@ -17,6 +17,7 @@ from timer_service.embedded import EmbeddedServerError
 from timer_service.errors import DurableTimerError, Unavailable
 from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.publish import Publisher
+from timer_service.urls import shown_url
 
 CONNECT_TIMEOUT_S = 3.0
 INTERRUPTED = 130
@@ -63,7 +64,7 @@ async def connected(url: str, creds: str | None = None, *, timeout_ms: int = 5_0
         await asyncio.wait_for(connection.open(), CONNECT_TIMEOUT_S)
     except TimeoutError:
         why = connection.last_error or "no answer"
-        raise Unavailable(f"no broker at {url} within {CONNECT_TIMEOUT_S:g} s: {why}") from None
+        raise Unavailable(f"no broker at {shown_url(url)} within {CONNECT_TIMEOUT_S:g} s: {why}") from None
     try:
         yield connection
     finally:
