@@ -109,9 +109,9 @@ class TimerQueue(Generic[K]):
         """
         if self._loop is not None:
             raise AlreadyRunning("this queue is being run already")
+        forget = self._clock.on_shift(self.wake) if isinstance(self._clock, ShiftingClock) else None
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._changed = asyncio.Event()  # an Event belongs to the loop that first waited for it
-        forget = self._clock.on_shift(self.wake) if isinstance(self._clock, ShiftingClock) else None
         try:
             await self._drive(self._loop, fire)
         finally:
