@@ -118,12 +118,12 @@ async def test_plain_functions_and_real_waits_are_waited_for() -> None:
 
     @handlers.name("thread")
     def plain(resume: Resume) -> Any:
-        time.sleep(0.02)
+        time.sleep(0.2)
         return fail("thread")
 
     @handlers.name("await")
     async def slow(resume: Resume) -> Any:
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.2)
         return fail("await")
 
     async with TimerTestKit(handlers) as kit:
@@ -232,7 +232,7 @@ async def test_a_closed_client_says_so() -> None:
 
 async def test_a_sleep_is_nobodys_to_handle() -> None:
     """No handler sees it, no row stays, nothing is refused though sleeper and consumer both answer; one record."""
-    diary = Diary(RuntimeError("not mine"))
+    diary = Diary()
     async with diary.opened() as kit:
         asleep = [asyncio.create_task(client.sleep("nap", DAY_MS)) for client in (kit.client, kit.connect())]
         await kit.advance(DAY_MS - 1)
