@@ -130,6 +130,28 @@ async def test_an_arrival_that_is_earlier_does_not_wait_for_a_later_one():
     await bench.stop()
 
 
+def test_a_leap_of_the_clock_that_nobody_tells_of_is_noticed_soon() -> None:
+    """A suspended machine, or a wall clock set forward: what became due meanwhile fires within a second or so."""
+
+    class Leaping(LoopClock):
+        leapt_ms = 0
+
+        def now_ms(self) -> int:
+            return super().now_ms() + self.leapt_ms
+
+    async def story() -> None:
+        clock = Leaping()
+        bench = Bench(clock)
+        bench.driver.observe(A, 1, waiting(clock.now_ms() + 3_600_000))
+        await asyncio.sleep(10)
+        clock.leapt_ms = 7_200_000
+        await asyncio.sleep(1.5)
+        assert bench.fired == [A]
+        await bench.stop()
+
+    play(story())
+
+
 async def test_a_long_wait_is_no_problem(bench: ManualBench):
     """A hundred years ahead it sleeps, and fires on the day."""
     century = 3_155_760_000_000

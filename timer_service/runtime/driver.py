@@ -30,7 +30,8 @@ MAX_UNANSWERED = 1024
 AGAIN_MS = 2_000
 AFTER_FAILURE_MS = 1_000
 MAX_AGAIN_MS = 60_000
-MAX_SLEEP_S = 30.0
+MAX_SLEEP_S = 1.0
+"""Nobody tells of a machine that was suspended or of a wall clock that was set: the clock is looked at this often."""
 _FIRED_A_TURN = 128
 _HURRIED = 2_000
 
