@@ -197,9 +197,10 @@ async def api(desk: Desk, request: str, body: dict[str, Any] | None = None) -> d
         ({"deny": ["$KV.>"]}, topology.STATE_STREAM, "$KV.DURABLE_TIMER_STATE.>"),
         ({"deny": [f"{topology.TERMINAL_PREFIX}>"]}, topology.TERMINALS, f"{topology.TERMINAL_PREFIX}>"),
         ({"deny": ["$JS.ACK.>"]}, topology.SCHEDULES, f"$JS.ACK.{topology.SCHEDULES}.{topology.WAKE_CONSUMER}.>"),
+        ({"deny": [f"{topology.LEASE_PREFIX}>"]}, topology.LEASE_STREAM, f"{topology.LEASE_PREFIX}>"),
         ({"deaf_to": ["_INBOX.>"]}, "_INBOX.>", "_INBOX.>"),
     ],
-    ids=["consume", "state", "archive", "acknowledge", "replies"],
+    ids=["consume", "state", "archive", "acknowledge", "leases", "replies"],
 )
 async def test_a_lost_permission_is_named_and_its_return_noticed(
     guarded: GuardedBroker, tmp_path: Path, lost: dict[str, Any], resource: str, subject: str
