@@ -206,13 +206,13 @@ async def test_c39_a_stream_without_schedules_keeps_it_not_ready(broker: Broker,
             (wrong,) = [check for check in checks if not check["ok"]]
             assert (wrong["code"], wrong["message"]) == ("schedules_unsupported", reasons[0]["message"])
             assert Cli(broker.url).json("doctor")["ok"] is True, "not with the heap"
+            with Service(broker.url, tmp_path) as heap:
+                await heap.ready()
             async with Engine(desk, complete) as engine:
                 timer_ref = await started(desk, unique(), 1_500)
                 await ended_once(desk, engine, timer_ref)  # though not ready, it does what it can
             await desk.js.delete_stream(SCHEDULES)
             await service.ready(30)
-        with Service(broker.url, tmp_path) as heap:
-            await heap.ready()
 
 
 async def _unsupported(service: Service) -> list[dict[str, str]]:

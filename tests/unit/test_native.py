@@ -89,6 +89,47 @@ def test_what_is_due_soon_is_woken_from_here(delay_ms: int) -> None:
     play(story())
 
 
+def test_a_standby_is_as_good() -> None:
+    """Without the lease a replica still sees to what it wrote: near by itself, far by the broker."""
+
+    async def story() -> None:
+        async with ring_of(2) as ring:
+            owner, standby = ring.replicas
+            standby.driver.holds_lease = False
+            ring.replicas = [standby]
+            await start(ring, 500)
+            assert await resumed(ring) == (0, 0)
+            await start(ring, LONG_MS)
+            assert await resumed(ring, 1) == (0, 0)
+            assert ring.fired == [(REF, 1)]
+            ring.replicas = [owner, standby]
+            ring.sound()
+
+    play(story())
+
+
+@pytest.mark.parametrize(("delay_ms", "port"), [(500, "wakes"), (60_000, "schedules")])
+def test_the_lease_holder_wakes_what_a_dead_replica_left(delay_ms: int, port: str) -> None:
+    """It wrote the state and died before it woke what was near, or before it put the schedule."""
+
+    async def story() -> None:
+        async with ring_of(2) as ring:
+            owner, dying = ring.replicas
+            dying.driver.holds_lease = False
+            await asyncio.sleep(3)
+            ring.replicas = [dying]
+            getattr(ring, port).fail_next(Unavailable("dying"))
+            due_ms = await start(ring, delay_ms)
+            await dying.stop()
+            ring.replicas = [owner]
+            await ring.resume(REF, 0)
+            assert GRACE_MS <= ring.clock.now_ms() - due_ms < 2 * GRACE_MS
+            assert ring.fired == []
+            ring.sound()
+
+    play(story())
+
+
 def test_replaced_within_the_last_second_it_is_woken_once() -> None:
     """The alarm of the occurrence before finds another one, and leaves it alone."""
 
