@@ -21,6 +21,7 @@ from tests.support.broker import Broker
 from tests.support.cli import Cli
 from tests.support.cluster import Cluster
 from tests.support.notify import new_row, until
+from tests.support.notify_bench import Bench
 from tests.support.service import Desk, Engine, Service, eventually, name_ref, unique
 from timer_service.embedded import find_nats_server
 from timer_service.jetstream import topology
@@ -195,6 +196,16 @@ async def test_the_outbox_is_the_notify_consumers_alone(guarded: Broker, user: s
     await client.flush()
     await eventually(lambda: len(refused) == 1)
     await client.close()
+
+
+async def test_a_notify_consumer_may_do_what_it_needs(guarded: Broker, tmp_path: Path) -> None:
+    """Ready with its own user, and at once again after a crash under the same name: it may ask who was there."""
+    bench = Bench(url_of(guarded, "operator"), tmp_path)
+    url = url_of(guarded, "notify-consumer")
+    async with bench.crashing(nats=url):
+        pass
+    async with bench.running(nats=url) as app:
+        assert app.connection.denials == {}
 
 
 # -- the level in force ---------------------------------------------------------------------------------------
