@@ -15,6 +15,7 @@ from notify_consumer.actions.dispatch import NAMESPACE
 from notify_consumer.app import NotifyConsumer
 from notify_consumer.config import Settings
 from notify_consumer.outbox.base import State
+from tests.support.notify_bench import gets_ready
 from tests.support.service import Desk, Service, eventually, name_ref, unique
 from tests.support.stage import Stage
 
@@ -60,7 +61,7 @@ async def program(stage: Stage, desk: Desk, tmp_path: Path) -> AsyncIterator[Pro
     handlers.actions(actions)
     settings = Settings(nats=stage.broker.url, outbox=f"sqlite:{tmp_path / 'outbox.db'}", instance=unique("program"))
     async with NotifyConsumer(settings, handlers) as consumer:
-        await consumer.until_ready()
+        await gets_ready(consumer)
         yield Program(consumer, actions)
 
 

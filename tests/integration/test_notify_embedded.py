@@ -18,7 +18,7 @@ from notify_consumer.app import NotifyConsumer
 from notify_consumer.outbox.base import State
 from tests.support.broker import Broker
 from tests.support.notify import until
-from tests.support.notify_bench import Bench, codes, reaches
+from tests.support.notify_bench import Bench, codes, gets_ready, reaches
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ async def test_it_works_within_another_program(bench: Bench) -> None:
 
     async with NotifyConsumer(bench.settings(), bench.handlers) as consumer:
         assert "outbox_unavailable" in codes(consumer.health)
-        await consumer.until_ready()
+        await gets_ready(consumer)
         assert consumer.health.ready
         assert consumer.health.details["instance"] == "test"
         assert program_settings() == before
@@ -72,7 +72,7 @@ async def test_http_is_served_only_when_asked_for(bench: Bench) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings = bench.settings(http=f"127.0.0.1:{taken.getsockname()[1]}")
         async with NotifyConsumer(settings, bench.handlers) as consumer:
-            await consumer.until_ready()
+            await gets_ready(consumer)
         refused = NotifyConsumer(settings, bench.handlers, http=True)
         with pytest.raises(OSError, match="in use"):
             await refused.start()
@@ -91,8 +91,8 @@ async def test_several_in_one_process(bench: Bench, tmp_path: Path) -> None:
     first = NotifyConsumer(bench.settings(instance="one"), bench.handlers)
     async with NotifyConsumer(bench.settings(instance="two"), bench.handlers) as second:
         async with first:
-            await first.until_ready()
-            await second.until_ready()
+            await gets_ready(first)
+            await gets_ready(second)
             await bench.publish(*(f"r-{n}" for n in range(40)))
             await until(lambda: len(calls) == 40)
         await bench.publish("last")
@@ -114,7 +114,7 @@ async def test_stopping_can_be_awaited_or_not(bench: Bench) -> None:
     await consumer.stop()  # not started: nothing to wait for
     consumer = NotifyConsumer(bench.settings(), bench.handlers)
     await consumer.start()
-    await consumer.until_ready()
+    await gets_ready(consumer)
     await bench.publish("order-1")
     await reaches(consumer, State.CLAIMED)
     consumer.stop()
@@ -151,7 +151,7 @@ async def failing(bench: Bench) -> NotifyConsumer:
         raise Broken("the unforeseen")
 
     await consumer.start()
-    await consumer.until_ready()
+    await gets_ready(consumer)
     consumer.outbox.survey = survey  # type: ignore[method-assign]
     consumer.relay.wake()
     return consumer
@@ -199,7 +199,7 @@ async def test_outbox_and_hand_offs_are_measured(bench: Bench) -> None:
         def value(name: str, **labels: str) -> float:
             return registry.get_sample_value(f"notify_consumer_{name}", labels) or 0.0
 
-        await consumer.until_ready()
+        await gets_ready(consumer)
         await bench.publish("fast-1", "slow-1")
         await reaches(consumer, State.DONE, "fast-1")
         await until(lambda: value("rows", state="claimed") == 1 and value("longest_handler_seconds") > 0)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from timer_service.http import Readiness
 
+READY_S = 30.0
+
 
 class Bench:
     """Publishes resumes by hand and answers feedback as told; ``answers`` None: it stays silent."""
@@ -138,3 +140,12 @@ async def reaches(app: NotifyConsumer, state: State, name: str = "order-1", **fi
 
 def codes(readiness: Readiness) -> set[str]:
     return {reason.code for reason in readiness.reasons}
+
+
+async def gets_ready(consumer: NotifyConsumer) -> None:
+    """Wait as an embedding program does, but not for ever."""
+    try:
+        async with asyncio.timeout(READY_S):
+            await consumer.until_ready()
+    except TimeoutError:
+        raise AssertionError(f"not ready within {READY_S:g} s: {consumer.health.reasons}") from None
