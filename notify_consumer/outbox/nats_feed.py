@@ -12,7 +12,6 @@ from typing import Any
 
 from notify_consumer import events
 from notify_consumer.errors import OutboxUnavailable
-from notify_consumer.outbox.base import State
 from notify_consumer.outbox.nats_bucket import Bucket, Sight
 from notify_consumer.outbox.nats_index import Index
 from notify_consumer.outbox.nats_record import UnreadableRow, read_place
@@ -23,7 +22,7 @@ from timer_service.logs import get_logger
 
 LOOK_S = 2.0
 _CATCH_UP_S = 0.005
-_LEVEL_S = 0.5
+_LEVEL_S = 2.0
 
 
 class Feed:
@@ -177,6 +176,4 @@ class Feed:
             self._log.error(events.OUTBOX_ROW_UNREADABLE, key=key, seq=delivery.seq, error=str(error))
             self._index.drop(key, delivery.seq)
             return
-        self._index.put(key, delivery.seq, place, delivery.stored_at_ms)
-        if place.state is State.DONE:
-            self._index.done(delivery.seq, delivery.stored_at_ms)
+        self._index.follow(key, delivery.seq, place, delivery.stored_at_ms)

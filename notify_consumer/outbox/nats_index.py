@@ -50,8 +50,10 @@ class Index:
         self._lanes: dict[str, _Lane] = {}
         self._later: _Heap = []
         self._waiting = 0
+        self._counts = dict.fromkeys(State, 0)
         self._now_ms = 0
         self._last = (0, 0)
+        self._followed = 0
         self._done_seqs = array("q")
         self._done_at = array("q")
         self.strangers: set[str] = set()
@@ -70,29 +72,41 @@ class Index:
     # -- learning -----------------------------------------------------------------------------------------
 
     def put(self, key: str, seq: int, place: Place, stored_ms: int) -> int:
-        """The row stands like this since ``stored_ms``; returns that, or the time of ``seq`` that was known before.
+        """The row stands like this since ``stored_ms``; returns when it does as far as this process is concerned.
 
-        What is older than what is known changes nothing.
+        That is what it heard first, the broker's time or its own estimate. What is older than what is known changes
+        nothing.
         """
         known = self._entries.get(key)
         if known is not None and known.seq >= seq:
             return known.stored_ms if known.seq == seq else stored_ms
+        if known is None and seq <= self._followed:
+            return stored_ms  # it was here, and has been done since: an answer that comes late does not bring it back
         self.strangers.discard(key)
         if known is not None:
-            self._unplace(known)
+            self._remove(key, known)
         if place.state is State.DONE:
-            self._entries.pop(key, None)
             return stored_ms
-        at_ms = self._claimable_at(seq, place.wait_ms, stored_ms)
+        if place.wait_ms == 0:
+            stored_ms = self._in_order(seq, stored_ms)
+        at_ms = None if place.wait_ms is None else stored_ms + place.wait_ms
         entry = self._entries[key] = Entry(seq, place, stored_ms, at_ms)
+        self._counts[place.state] += 1
         self._place(key, entry)
         return stored_ms
 
-    def _claimable_at(self, seq: int, wait_ms: int | None, stored_ms: int) -> int | None:
+    def follow(self, key: str, seq: int, place: Place, stored_ms: int) -> None:
+        """As ``put``, from the bucket itself: called for each message, in their order."""
+        self._followed = seq - 1
+        self.put(key, seq, place, stored_ms)
+        self._followed = seq
+        if place.state is State.DONE:
+            self._done_seqs.append(seq)
+            self._done_at.append(stored_ms)
+
+    def _in_order(self, seq: int, stored_ms: int) -> int:
         """Rows that can be claimed at once stay in the order of the stream, whether their time came from the broker
         or was estimated when an own write was acknowledged."""
-        if wait_ms != 0:
-            return None if wait_ms is None else stored_ms + wait_ms
         last_seq, last_ms = self._last
         if abs(stored_ms - last_ms) < CLOCK_STEP_MS:
             stored_ms = max(stored_ms, last_ms) if seq > last_seq else min(stored_ms, last_ms)
@@ -100,18 +114,22 @@ class Index:
         return stored_ms
 
     def drop(self, key: str, seq: int) -> None:
-        """There is no row under this key; ``seq`` is that of what stands in its place, if anything does."""
+        """What stands under this key at ``seq`` is no row."""
         known = self._entries.get(key)
-        if known is not None and (seq == 0 or known.seq < seq):
-            self._unplace(known)
-            del self._entries[key]
-        if seq:
+        if known is not None and known.seq < seq:
+            self._remove(key, known)
+        if known is None or known.seq < seq:
             self.strangers.add(key)
 
-    def done(self, seq: int, stored_ms: int) -> None:
-        """A row is done since; called in the order of the stream."""
-        self._done_seqs.append(seq)
-        self._done_at.append(stored_ms)
+    def gone(self, key: str, entry: Entry) -> None:
+        """The row that was known as ``entry`` is not there any more; one that came meanwhile stays."""
+        if self._entries.get(key) is entry:
+            self._remove(key, entry)
+
+    def _remove(self, key: str, entry: Entry) -> None:
+        self._unplace(entry)
+        self._counts[entry.place.state] -= 1
+        del self._entries[key]
 
     def _place(self, key: str, entry: Entry) -> None:
         if entry.at_ms is None:
@@ -216,10 +234,7 @@ class Index:
 
     def counts(self) -> dict[State, int]:
         """How many rows there are in each state; of the done ones nothing is known here."""
-        counted = dict.fromkeys(State, 0)
-        for entry in self._entries.values():
-            counted[entry.place.state] += 1
-        return counted
+        return dict(self._counts)
 
     def latest(self, state: State | None) -> Iterator[int]:
         """Sequences of rows, the latest change first; one that has changed meanwhile may still be among them."""

@@ -281,8 +281,13 @@ class NatsOutbox:
         seqs = self._index.latest(state)
         while len(rows) < limit and (batch := [seq for _, seq in zip(range(limit - len(rows)), seqs, strict=False)]):
             found = await self.bucket.read_seqs(batch)
-            rows += [_row(stored.record, stored.stored_ms) for stored in found if stored.record is not None]
+            rows += [self._row(stored) for stored in found if stored.record is not None]
         return [row for row in rows if state in (None, row.state)]
+
+    def _row(self, stored: Stored) -> Row:
+        assert stored.record is not None
+        known = self._rows.learnt(key_of(stored.record.resume_id), stored, stored.record)
+        return _row(stored.record, known.stored_ms)
 
     async def counts(self) -> dict[State, int]:
         sight = await self._feed.look()

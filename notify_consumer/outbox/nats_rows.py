@@ -104,13 +104,18 @@ class Rows:
 
     async def read(self, key: str) -> Stored:
         """What the broker has. Raises OutboxUnavailable, UnreadableRow."""
+        known = self._index.get(key)
         with self._bucket.broker_errors():
             stored = await self._bucket.read(key)
         if stored.record is None:
-            self._index.drop(key, stored.seq)
-        else:
-            self._index.put(key, stored.seq, stored.record.place, stored.stored_ms)
-        return stored
+            if known is not None:
+                self._index.gone(key, known)
+            return stored
+        return self.learnt(key, stored, stored.record)
+
+    def learnt(self, key: str, stored: Stored, record: Record) -> Stored:
+        """``stored`` with the time that this process goes by."""
+        return replace(stored, stored_ms=self._index.put(key, stored.seq, record.place, stored.stored_ms))
 
     def _remembered(self, key: str) -> Stored | None:
         """The row as this process wrote it last, unless it is known to have changed since."""

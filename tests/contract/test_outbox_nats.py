@@ -168,6 +168,26 @@ async def test_a_deleted_bucket_is_made_anew(outbox: NatsOutbox) -> None:
     assert (await taken(outbox)).attempts == 1
 
 
+async def test_a_bucket_that_another_one_made_anew_is_read_anew(outbox: NatsOutbox, make: Make) -> None:
+    """Deleted and made again with more in it than before: what was known of the former one is forgotten."""
+    await outbox.insert([new_row("a")])
+    await api(outbox, "STREAM.DELETE")
+    other = make()
+    await other.open()
+    rows = [new_row(f"r{n}", lane="y") for n in range(3)]
+    await other.insert(rows)
+
+    async def lanes() -> bool:
+        try:
+            return set((await outbox.survey(5)).lanes) == {"y"}
+        except OutboxUnavailable:
+            return False
+
+    await until(lanes, "only what is there is known")
+    assert len(await outbox.claim("me", {"y": 5}, LONG_MS)) == 3
+    await other.close()
+
+
 async def test_rows_purged_by_hand_are_forgotten(outbox: NatsOutbox) -> None:
     """A purge of the stream leaves no trace to follow: the next look finds fewer messages than rows."""
     await outbox.insert([new_row("a"), new_row("b")])
@@ -514,7 +534,11 @@ async def test_two_that_compete_finish_everything_once(outbox: NatsOutbox, make:
 
     await asyncio.gather(work(outbox), work(other))
     assert sorted(seen) == sorted(row.resume_id for row in rows)
-    assert (await other.counts())[State.DONE] == 300
+
+    async def all_done() -> bool:
+        return (await other.counts())[State.DONE] == 300
+
+    await until(all_done, "the other one has heard of every end")
     await other.close()
 
 

@@ -84,9 +84,35 @@ def test_what_is_older_changes_nothing() -> None:
     index.put("a", 5, PENDING, 999)
     assert waiting(index) == 0
     index.drop("a", 4)
-    assert index.counts()[State.CLAIMED] == 1
+    assert (index.counts()[State.CLAIMED], index.strangers) == (1, set())
     index.drop("a", 6)
+    assert (index.counts()[State.CLAIMED], index.strangers) == (0, {"a"})
+
+
+def test_a_row_that_came_while_one_was_looked_for_stays() -> None:
+    """The answer "nothing there" is about what was known when it was asked for."""
+    index = Index()
+    index.put("a", 1, PENDING, 1_000)
+    asked = index.get("a")
+    assert asked is not None
+    index.put("a", 5, PENDING, 1_001)
+    index.gone("a", asked)
+    assert waiting(index) == 1
+    asked = index.get("a")
+    assert asked is not None
+    index.gone("a", asked)
+    assert waiting(index) == 0
+
+
+def test_an_answer_that_comes_late_does_not_bring_back_what_is_done() -> None:
+    """A row was read, and before the answer was here the bucket told of its end: it stays ended."""
+    index = Index()
+    index.follow("a", 1, PENDING, 1_000)
+    index.follow("a", 3, Place(VERSION, State.DONE, "x", None), 1_002)
+    index.put("a", 2, later(100), 1_001)
     assert index.counts() == dict.fromkeys(State, 0)
+    index.put("a", 4, Place(VERSION, State.ANSWERED, "x", 0), 1_003)
+    assert index.counts()[State.ANSWERED] == 1
 
 
 def test_a_row_under_claim_is_nobody_elses() -> None:
@@ -158,7 +184,7 @@ def test_done_rows_are_told_once_in_their_order() -> None:
     """Those of before then, so many at a time."""
     index = Index()
     for seq in range(10):
-        index.done(seq, 1_000 + seq)
+        index.follow(f"{seq}", seq, Place(VERSION, State.DONE, "x", None), 1_000 + seq)
     assert index.done_before(1_005, 3) == [0, 1, 2]
     assert index.done_before(1_005, 3) == [3, 4]
     assert index.done_before(1_005, 3) == []
