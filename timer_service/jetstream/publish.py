@@ -252,5 +252,6 @@ def _read_api(message: Received) -> dict[str, Any]:
     answer: dict[str, Any] = msgspec.json.decode(message.data)
     if "error" in answer:
         error = answer["error"]
-        raise NotFound(str(error), error.get("err_code", 0)) if error.get("code") == 404 else api_error(error, "request")
+        missing = error.get("code") == 404
+        raise NotFound(str(error), error.get("err_code", 0)) if missing else api_error(error, "request")
     return answer
