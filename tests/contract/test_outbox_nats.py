@@ -20,7 +20,7 @@ from notify_consumer.outbox.nats_kv import NatsOutbox
 from notify_consumer.outbox.nats_record import HEADER
 from tests.support.broker import Broker
 from tests.support.notify import new_row, until
-from timer_service.errors import Ambiguous, StorageFull
+from timer_service.errors import Ambiguous, StorageFull, Unavailable
 from timer_service.jetstream import topology
 
 LONG_MS = 60_000
@@ -231,6 +231,7 @@ async def test_what_is_no_row_is_left_alone(outbox: NatsOutbox, make: Make, head
     claims = await other.claim("me", {"x": 5}, LONG_MS)
     assert [claim.resume_id for claim in claims] == [good.resume_id]
     assert await other.claim("me", {"x": 5}, LONG_MS) == []
+    assert not (await other.survey(5)).lanes
     assert (await other.counts())[State.DONE] == 0
     await other.close()
 
@@ -556,6 +557,35 @@ async def test_bodies_are_read_where_another_process_took_them_in(
     await other.back_off(claim, 0, "boom")
     assert (await taken(outbox)).body == row.body
     await other.close()
+
+
+async def test_what_was_stored_before_can_be_claimed_at_once(outbox: NatsOutbox, make: Make) -> None:
+    """A row that another process has just taken in is found by a claim, not only by the next one."""
+    other = make()
+    await other.open()
+    for n in range(30):
+        await outbox.insert([new_row(f"r{n}")])
+        assert len(await other.claim("me", {"x": 1}, LONG_MS)) == 1
+    await other.close()
+
+
+async def test_a_claim_that_fails_keeps_no_others_back(outbox: NatsOutbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two rows the broker refuses one: the other is claimed, and only where none is, that is an error."""
+    first, second = new_row("a"), new_row("b")
+    await outbox.insert([first, second])
+    write = outbox.bucket.write
+
+    async def refusing(key: str, *args: Any) -> int:
+        if key == first.resume_id:
+            raise Unavailable("not now")
+        return await write(key, *args)
+
+    monkeypatch.setattr(outbox.bucket, "write", refusing)
+    assert [claim.resume_id for claim in await outbox.claim("me", {"x": 2}, LONG_MS)] == [second.resume_id]
+    with pytest.raises(OutboxUnavailable, match="not now"):
+        await outbox.claim("me", {"x": 2}, LONG_MS)
+    monkeypatch.undo()
+    assert (await taken(outbox)).resume_id == first.resume_id
 
 
 async def test_memory_refuses_nobody(outbox: NatsOutbox, make: Make) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from notify_consumer.outbox.base import FEEDBACK_LANE, Feedback, State
 from notify_consumer.outbox.nats_bucket import BrokerClock, _ms
 from notify_consumer.outbox.nats_index import Index
-from notify_consumer.outbox.nats_record import VERSION, Place, Record, TooLarge, decode, encode, key_of
+from notify_consumer.outbox.nats_record import VERSION, Place, Record, TooLarge, UnreadableRow, decode, encode, key_of
 
 PENDING = Place(VERSION, State.PENDING, "x", 0)
 
@@ -260,6 +260,13 @@ def test_rows_come_back_as_they_were(resume_id: str, flow: str, body: bytes, err
     assert header.isascii()
     assert not set(header) & set("\r\n\0")
     assert decode({"Notify-Consumer-Row": header}, data) == record
+
+
+def test_a_later_version_is_not_read() -> None:
+    """Whatever else it says."""
+    header, data = encode(Record("a.0", "w", place=Place(VERSION + 1, State.PENDING, "x", 0)), 2**20)
+    with pytest.raises(UnreadableRow, match=f"version {VERSION + 1}; this program knows {VERSION}"):
+        decode({"Notify-Consumer-Row": header}, data)
 
 
 @given(st.text(), st.text())
