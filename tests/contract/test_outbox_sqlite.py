@@ -110,9 +110,10 @@ async def test_a_newer_schema_is_refused(outbox: SqliteOutbox, path: Path) -> No
     await newer.close()
 
 
-async def test_a_batch_is_all_or_none(outbox: SqliteOutbox) -> None:
-    """A transaction that fails in the middle leaves nothing behind, and the store goes on."""
-    broken = NewRow("b.0", "x", object())  # type: ignore[arg-type]  # nothing that SQLite can store
+@pytest.mark.parametrize("resume_id", [object(), "\ud800"])
+async def test_a_batch_is_all_or_none(outbox: SqliteOutbox, resume_id: Any) -> None:
+    """A transaction that fails in the middle, for whatever reason, leaves nothing behind, and the store goes on."""
+    broken = NewRow(resume_id, "x", b"")  # nothing that SQLite can store
     with pytest.raises(OutboxUnavailable):
         await outbox.insert([new_row("a"), broken])
     assert (await outbox.counts())[State.PENDING] == 0

@@ -187,10 +187,9 @@ class Postgres:
 
     def _answers(self) -> bool:
         try:
-            self.query("SELECT 1")
+            return self.query("SHOW data_directory") == [(str(self._data),)]  # not another one that has this port
         except psycopg.OperationalError:
             return False
-        return True
 
     @staticmethod
     def _pids(postmaster: int) -> Sequence[int]:
