@@ -389,6 +389,17 @@ async def test_a_driver_without_the_lease_fires_nothing(bench: ManualBench):
     assert await bench.at(20) == [A]
 
 
+async def test_a_driver_whose_lease_has_run_out_fires_nothing(bench: ManualBench):
+    """Frozen meanwhile, it asks before it fires, and does not wait to be told; with the lease back it fires at once."""
+    lasts = False
+    bench.driver.lease_lasts = lambda: lasts
+    bench.driver.observe(A, 1, waiting(T0 + 10))
+    assert await bench.at(20) == []
+    assert not bench.driver.holds_lease
+    lasts, bench.driver.holds_lease = True, True
+    assert await bench.at(20) == [A]
+
+
 async def test_armed_entries_can_be_looked_at(bench: ManualBench):
     """By timer, or all; entries say what the state said."""
     armed = bench.driver.observe(A, 4, Summary(Phase.WAITING, 2, T0 + 10, snapshot_seq=8))

@@ -229,7 +229,29 @@ def test_a_broker_with_older_data_changes_no_holder(world: World) -> None:
     world.run(5)
     world.stored, world.revision = Record("z", "old", 0, 4, "ask.z"), 3
     world.run(5)
-    assert (world.holders(), world.record.process) == ([first], first.name)
+    assert (world.holders(), world.record.process, first.epoch) == ([first], first.name, 1)
+
+
+def test_a_sign_of_life_after_the_question_counts() -> None:
+    """It was cut off and is back: that nobody listened a moment ago says nothing any more."""
+    contender = Contender("a", "p", "ask")
+    contender.found(Record("z", "q", 3, 5, "ask.z"), 8, 0)
+    asked = contender.asking(0)
+    contender.heard(Record("z", "q", 3, 6, "ask.z"), 0.1)
+    contender.is_gone(asked)
+    assert contender.step(0.1) is Step.WAIT
+    assert contender.holder_lives
+
+
+def test_what_was_given_up_is_read_before_it_is_taken() -> None:
+    """What is heard has no revision yet."""
+    contender = Contender("a", "p", "ask")
+    contender.found(Record("z", "q", 3, 5, "ask.z"), 8, 0)
+    given_up = Record("z", "q", 3, 6, "ask.z", given_up=True)
+    contender.heard(given_up, 0.1)
+    assert contender.step(0.1) is Step.READ
+    contender.found(given_up, 9, 0.1)
+    assert (contender.step(0.1), contender.revision, contender.holder_lives) == (Step.WRITE, 9, False)
 
 
 def test_a_claim_that_was_not_stored_is_forgotten() -> None:

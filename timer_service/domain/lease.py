@@ -186,7 +186,6 @@ class Contender:
             self._believe(record, now_s, ask_s=now_s)
         else:
             self._confirmed = now_s >= self._expires_s
-            self._free = self._free or record.given_up
 
     def _found_no_claim(self, record: Record | None, now_s: float) -> None:
         """Somebody was heard to take it, and that is not stored, or not yet: what stands may well be alive."""

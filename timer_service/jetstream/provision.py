@@ -186,6 +186,7 @@ async def create_consumer(connection: Connection, spec: ConsumerSpec) -> None:
 
 _MUST_BE_ON = {
     topology.STATE_STREAM: ("allow_msg_ttl",),
+    topology.LEASE_STREAM: ("allow_msg_ttl",),
     topology.SCHEDULES: ("allow_msg_ttl",),
 }
 _MUST_BE_OFF = {
