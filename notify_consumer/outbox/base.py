@@ -130,8 +130,9 @@ class Outbox(Protocol):
         ...
 
     async def insert(self, rows: Sequence[NewRow]) -> set[str]:
-        """Take rows in, all or none; returns the resume_ids that were new. A known one is left as it is.
+        """Take rows in, all of them when it returns; the resume_ids that were new. A known one is left as it is.
 
+        When it raises none are in, or (NATS, MongoDB) some, which a repetition finds known.
         Only a row that was unreadable is replaced by a readable one of the same id.
         """
         ...
