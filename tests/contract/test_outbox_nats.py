@@ -361,6 +361,22 @@ async def test_a_bucket_full_to_the_brim_still_takes_ends(make: Make) -> None:
     await outbox.close()
 
 
+async def test_where_room_is_short_errors_are(make: Make) -> None:
+    """A bucket that is nearly full keeps the beginning of an error: errors are what rows could grow by without end."""
+    outbox = make(max_bytes=2**20)
+    await outbox.open()
+    await outbox.insert([new_row()])
+    claim = await taken(outbox)
+    for n in range(9):
+        await outbox.bucket.publisher.publish(f"{outbox.bucket.prefix}filler.{n}", b"x" * 100_000)
+    await outbox.counts()
+    await outbox.back_off(claim, 0, "e" * 2_000)
+    row = await outbox.get(claim.resume_id)
+    assert row is not None
+    assert row.last_error == "e" * 60
+    await outbox.close()
+
+
 async def test_pruning_is_fenced(outbox: NatsOutbox, make: Make) -> None:
     """A done row whose feedback is wanted again is not removed by whoever had known it as done."""
     await outbox.insert([new_row()])
