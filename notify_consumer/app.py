@@ -43,6 +43,8 @@ from timer_service.urls import shown_url
 RETRY_S = 1.0
 WATCH_S = 0.1
 COUNT_S = 2.0
+_COUNT_PART, _MAX_COUNT_S = 50, 60.0
+"""Counting takes at most one part in so many of the time, unless it is done once a minute."""
 PRUNE_S = 3_600.0
 
 
@@ -275,14 +277,17 @@ class NotifyConsumer:
                 stack.push_async_callback(self.consumer.stop)  # it was left as it was
 
     async def _keep_counting(self) -> None:
+        """For people and metrics only: where counting takes long, it is done less often."""
+        loop = asyncio.get_running_loop()
         while True:
+            begun_s = loop.time()
             if self._outbox_error is None:
                 with contextlib.suppress(OutboxUnavailable):  # the relay says so
                     self._counts = await self.outbox.counts()
                     self.metrics.rows(self._counts)
                     self.metrics.waiting(await self.outbox.survey(1), self._clock.now_ms())
             self.metrics.handling(self.relay.handling, self.relay.longest_s)
-            await asyncio.sleep(COUNT_S)
+            await asyncio.sleep(min(max(COUNT_S, (loop.time() - begun_s) * _COUNT_PART), _MAX_COUNT_S))
 
     async def _keep_pruning(self) -> None:
         while True:
