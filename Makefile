@@ -37,7 +37,7 @@ schemas: $(STAMP) ## write the JSON schemas of all messages to docs/schemas
 	@$(BIN)/python -m timer_service.wire.schemas docs/schemas
 
 # Two files from one resolution: requirements.lock is a checkout (all extras), requirements-runtime.lock is the
-# part of it that the container image needs.
+# part of it that the container image needs, with the drivers of every outbox store.
 lock: ## resolve the dependencies anew (UPGRADE=1 takes the newest versions)
 	@echo "Locking…"
 	@test -x $(UV)/bin/uv || { $(PYTHON) -m venv $(UV) && $(UV)/bin/pip install --quiet --disable-pip-version-check uv 2>/dev/null; }
@@ -45,7 +45,7 @@ lock: ## resolve the dependencies anew (UPGRADE=1 takes the newest versions)
 	    --no-emit-index-url --custom-compile-command "make lock" --all-extras \
 	    $(if $(UPGRADE),--upgrade) --output-file requirements.lock
 	@$(UV)/bin/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
-	    --no-emit-index-url --custom-compile-command "make lock" \
+	    --no-emit-index-url --custom-compile-command "make lock" --extra postgres --extra mongodb \
 	    --constraint requirements.lock --output-file requirements-runtime.lock
 
 clean: ## remove .venv, caches and build results
