@@ -34,7 +34,7 @@ _PATIENCE_S = 0.6
 """A reply that takes longer is too late to be of use."""
 _ASK_S = 0.5
 _RETRY_S = 1.0
-_GIVE_UP_S = 2.0
+_GIVE_UP_S = 1.0
 _GIVE_UP_TRIES = 3
 _NO_STREAM = 10059
 _NO_BUCKET = f"{topology.LEASE_STREAM} is not there, or nobody leads it; run durable-timer provision"
