@@ -9,5 +9,6 @@ are noisy.
 - `engine` plays publisher and flow engine; `load` is the scenarios it goes through, the same for everyone.
 - `everyday` is the contender to beat: the same life of a timer in the client library's everyday calls.
 - `steady` watches a quiet service for twenty minutes; `python -m benchmarks.steady` stands alone.
+- `handoff` measures how soon the notify consumer hands off, beside slow flows too; `python -m benchmarks.handoff`.
 - `contenders` says how each of them is provisioned, served and known to be ready.
 """

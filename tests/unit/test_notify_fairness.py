@@ -172,4 +172,7 @@ def test_what_is_remembered_is_bounded() -> None:
         shares.begun(f"flow-{number}")
         shares.ended(f"flow-{number}", 2.0)
         shares.ended(f"flow-{number - 2 * REMEMBERED}", 2.0)  # one that hung while it was forgotten
-    assert len(shares._turns) == len(shares._slow) == REMEMBERED
+        assert not number or "busy" in shares._turns  # forgotten are those that had no turn for longest
+        shares.begun("busy")
+    assert len(shares._turns) == len(shares._slow) + 1 == REMEMBERED
+    assert shares.allot(many("busy", "flow-0"), {}, 1) == {"flow-0": 1}

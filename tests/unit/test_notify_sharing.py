@@ -259,7 +259,7 @@ async def test_what_is_told_during_a_look_stays_until_the_next(stage: Stage) -> 
 async def test_a_failing_write_of_a_hand_off_is_told(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a worker can't write makes the relay unavailable, without waiting for the next renewal."""
     monkeypatch.setattr("notify_consumer.work.RETRY_S", 0.01)
-    relay = stage.start()
+    relay = stage.start(lease_ms=3_600_000)
     await stage.put("a")
     await until(lambda: stage.calls)
     stage.outbox.locked = True
