@@ -247,6 +247,7 @@ async def test_c33_locked_while_a_handler_runs(bench: Bench, tmp_path: Path, mon
 @pytest.mark.usefixtures("quick_to_give_up")
 async def test_c33_locked_while_resumes_come_in(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With nothing else to do: what can't be put away makes the process not ready, and is not acknowledged."""
+    monkeypatch.setattr("notify_consumer.relay.POLL_S", 3_600)  # the relay finds nothing out by itself
     bench.handlers.default(lambda resume: None)
     async with bench.running() as app:
         with locked(tmp_path / "outbox.db"):
