@@ -274,10 +274,10 @@ async def test_c33_it_is_ready_again_although_nothing_comes(bench: Bench, tmp_pa
 
 @pytest.mark.parametrize(
     ("archive_s", "kept_s"),
-    [(90 * 86_400, 7 * 86_400), (10 * 86_400, 5 * 86_400), (60, 30)],
+    [(90 * 86_400, 7 * 86_400), (10 * 86_400, 5 * 86_400), (60, 30), (0, 7 * 86_400)],
 )
 async def test_done_rows_are_kept_for_half_the_archive_at_most(bench: Bench, archive_s: int, kept_s: int) -> None:
-    """The setting counts, unless the archive forgets the timer sooner: then rows go at half that age."""
+    """The setting counts, unless the archive (0: never) forgets the timer sooner: then rows go at half that age."""
     async with bench.running() as app:
         for spec in topology.streams(Sizes(archive_max_age_s=archive_s)):
             if spec.name == topology.TERMINALS:
