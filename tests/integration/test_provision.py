@@ -113,6 +113,34 @@ async def test_limits_and_subjects_are_widened_and_messages_stay(connection: Con
         assert (await connection.api(f"STREAM.INFO.{stream}"))["state"]["messages"] == 1
 
 
+async def test_a_narrower_subject_gives_way_to_the_one_that_covers_it(
+    connection: Connection, provisioner: Provisioner
+) -> None:
+    """A stream that takes only some of its messages is widened in place; the broker refuses subjects that overlap."""
+    await provisioner.provision()
+    starts = [topology.command_subject("start"), topology.command_subject("cancel")]
+    fewer = (await connection.api(f"STREAM.INFO.{topology.COMMANDS}"))["config"] | {"subjects": starts}
+    await connection.api(f"STREAM.UPDATE.{topology.COMMANDS}", fewer)
+    assert [finding.code for finding in await provisioner.check()] == ["bad_policy"]
+    await provisioner.provision()
+    now = (await connection.api(f"STREAM.INFO.{topology.COMMANDS}"))["config"]
+    assert now["subjects"] == ["durable_timer.commands.>"]
+    assert await provisioner.check() == []
+
+
+@pytest.mark.parametrize(
+    ("subject", "other", "covered"),
+    [
+        ("a.>", "a.b", True), ("a.>", "a.b.c", True), ("a.>", "a.>", True), ("a.>", "a.*", True),
+        ("a.>", "a", False), ("a.>", "b.c", False), ("a.>", ">", False), ("a.b", "a.b", True), ("a.b", "a.*", False),
+        ("a.b", "a.b.c", False), ("a.*", "a.b", True), ("a.*", "a.>", False), ("a.*", "a.b.c", False), (">", "a", True),
+    ],
+)  # fmt: skip
+def test_what_a_subject_covers(subject: str, other: str, covered: bool) -> None:
+    """Wildcards as the broker reads them."""
+    assert topology.covers(subject, other) is covered
+
+
 async def test_nothing_is_ever_narrowed(connection: Connection, provisioner: Provisioner) -> None:
     """Smaller settings than what is there, and an archive that is kept for ever, change nothing."""
     await provisioner.provision()

@@ -293,6 +293,7 @@ def widened(spec: StreamSpec, config: dict[str, Any]) -> tuple[dict[str, Any], l
             changes.append(f"{field} {have} -> {want}")
     missing = [subject for subject in spec.subjects if subject not in config["subjects"]]
     if missing:
-        wider["subjects"] = [*config["subjects"], *missing]
+        narrower = {have for have in config["subjects"] for subject in missing if topology.covers(subject, have)}
+        wider["subjects"] = [*(have for have in config["subjects"] if have not in narrower), *missing]
         changes.append(f"subjects + {', '.join(missing)}")
     return wider, changes

@@ -290,6 +290,16 @@ def stream_of(subject: str) -> str | None:
     return None
 
 
+def covers(subject: str, other: str) -> bool:
+    """Whether all messages on the subject ``other`` are on ``subject`` too; both may have wildcards."""
+    wide, narrow = subject.split("."), other.split(".")
+    if wide[-1] == ">":
+        wide, narrow = wide[:-1], narrow[: len(wide) - 1] if len(narrow) >= len(wide) else []
+    return len(wide) == len(narrow) and all(
+        have == want or (want == "*" and have != ">") for want, have in zip(wide, narrow, strict=True)
+    )
+
+
 def is_literal_subject(subject: str, prefix: str = "") -> bool:
     """Whether this is safe to publish on: printable ASCII, no wildcard, no empty token, below ``prefix``.
 
