@@ -18,7 +18,7 @@ from notify_consumer.loading import load_handlers
 from notify_consumer.outbox import make_outbox
 from notify_consumer.outbox.base import Outbox, Row, State
 from timer_service.logs import configure_logs
-from timer_service.options import settings_command
+from timer_service.options import WholeHelp, settings_command
 from timer_service.urls import shown_url
 from timer_service.wire.canonical import MalformedJson, exact_json, strict_loads
 
@@ -62,7 +62,7 @@ def _serve(settings: Settings) -> None:
         refuse(str(error))
 
 
-app.command("serve")(settings_command(Settings, _serve))
+app.command("serve", cls=WholeHelp)(settings_command(Settings, _serve))
 
 
 # -- outbox ---------------------------------------------------------------------------------------------------

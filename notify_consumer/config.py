@@ -14,7 +14,7 @@ from notify_consumer.errors import BadSetting
 from notify_consumer.outbox import FORMS, check_outbox
 from notify_consumer.policy import Policy
 from timer_service.client import DEFAULT_REPLY_PREFIX
-from timer_service.config import DEFAULT_NATS_URL, Address, check_reply_prefix
+from timer_service.config import DEFAULT_NATS_URL, Address, Servers, check_reply_prefix
 
 DEFAULT_OUTBOX = "sqlite:notify-consumer.db"
 DAY_MS = 86_400_000
@@ -50,10 +50,8 @@ class Settings(BaseSettings):
     )
 
     nats: Annotated[
-        str,
-        Field(
-            min_length=1, validation_alias="NOTIFY_CONSUMER_NATS_URL", description="URL of the NATS server or cluster"
-        ),
+        Servers,
+        Field(validation_alias="NOTIFY_CONSUMER_NATS_URL", description="URL of the NATS server or cluster"),
     ] = DEFAULT_NATS_URL
     creds: Annotated[
         Annotated[str, AfterValidator(_file)] | None,

@@ -13,6 +13,7 @@ from timer_service.jetstream.topology import Sizes
 
 MIB = 2**20
 DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
+_SCHEMES = ("nats", "tls", "ws", "wss")
 
 
 def _host_and_port(value: str) -> str:
@@ -20,6 +21,15 @@ def _host_and_port(value: str) -> str:
     if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError("must be HOST:PORT, such as 127.0.0.1:8080")
     return value
+
+
+def check_servers(urls: str) -> str:
+    """``urls``, where each can be one of a NATS server; the scheme may be left out. Raises ValueError."""
+    for url in urls.split(","):
+        scheme, separator, rest = url.strip().rpartition("://")
+        if not rest or (separator and scheme not in _SCHEMES):
+            raise ValueError("must be URLs of NATS servers (nats, tls, ws, wss), such as nats://127.0.0.1:4222")
+    return urls
 
 
 def _file(path: str) -> str:
@@ -43,6 +53,7 @@ def split_address(value: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+Servers = Annotated[str, AfterValidator(check_servers)]
 Address = Annotated[str, AfterValidator(_host_and_port)]
 Bytes = Annotated[int, Field(ge=64 * 1024, le=2**50)]
 
@@ -55,8 +66,8 @@ class Settings(BaseSettings):
     )
 
     nats: Annotated[
-        str,
-        Field(min_length=1, validation_alias="DURABLE_TIMER_NATS_URL", description="URLs of NATS servers, with commas"),
+        Servers,
+        Field(validation_alias="DURABLE_TIMER_NATS_URL", description="URLs of NATS servers, with commas"),
     ] = DEFAULT_NATS_URL
     creds: Annotated[
         Annotated[str, AfterValidator(_file)] | None,

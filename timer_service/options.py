@@ -7,12 +7,21 @@ from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 import typer
+import typer.core
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 
 from timer_service.urls import shown_url
 
 S = TypeVar("S", bound=BaseSettings)
+
+
+class WholeHelp(typer.core.TyperCommand):
+    """Help without a table, whose columns cut off names of flags and variables in a narrow terminal or a pipe."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self.rich_markup_mode = None
+        super().format_help(ctx, formatter)
 
 
 def settings_command(

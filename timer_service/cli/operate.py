@@ -16,7 +16,7 @@ from timer_service.cli.session import connected, guarded, refuse, run
 from timer_service.config import DEFAULT_NATS_URL, Settings
 from timer_service.errors import Unavailable
 from timer_service.jetstream.provision import Provisioner
-from timer_service.options import settings_command
+from timer_service.options import WholeHelp, settings_command
 from timer_service.wire.canonical import exact_json
 
 _SIZES = (
@@ -32,9 +32,10 @@ _SIZES = (
 
 def register(app: typer.Typer) -> None:
     """Add these commands to ``app``."""
-    app.command("serve")(settings_command(Settings, _serve, flags={"provision": ("--provision/--no-provision",)}))
-    app.command("provision")(settings_command(Settings, _provision, only=("nats", "creds", *_SIZES)))
-    app.command("doctor")(settings_command(Settings, _doctor, only=("nats", "creds", "driver", *_SIZES)))
+    serve = settings_command(Settings, _serve, flags={"provision": ("--provision/--no-provision",)})
+    app.command("serve", cls=WholeHelp)(serve)
+    app.command("provision", cls=WholeHelp)(settings_command(Settings, _provision, only=("nats", "creds", *_SIZES)))
+    app.command("doctor", cls=WholeHelp)(settings_command(Settings, _doctor, only=("nats", "creds", "driver", *_SIZES)))
     app.command()(stats)
     app.command()(dev)
     app.command()(demo)
