@@ -16,6 +16,8 @@ from timer_service.jetstream.publish import Publisher
 from timer_service.metrics import Metrics
 from timer_service.runtime.driver import Driver
 
+DUPLICATE = "duplicate_instance"
+
 
 class Name:
     """One process at a time works under a name; a second one stands by until the first ends or dies."""
@@ -47,7 +49,7 @@ class Name:
             f"another process runs as {self._instance!r}; give each a name of its own with --instance. "
             "This one takes over when the other ends"
         )
-        return [Reason("duplicate_instance", self._instance, text)]
+        return [Reason(DUPLICATE, self._instance, text)]
 
     @property
     def reasons(self) -> list[Reason]:
@@ -65,7 +67,7 @@ class Name:
         rival = self.lease.rival
         if rival is not None and rival.process != self._said:
             self._said = rival.process
-            self._log.warning(events.INSTANCE_DUPLICATE, name=self._instance, process=rival.process)
+            self._log.warning(events.INSTANCE_DUPLICATE, code=DUPLICATE, name=self._instance, process=rival.process)
 
 
 class Roles:
