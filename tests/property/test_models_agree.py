@@ -19,6 +19,8 @@ from timer_service.domain.model import ABSENT, MAX_DELAY_MS, MAX_DUE_MS, Absent,
 from timer_service.wire import models
 from timer_service.wire.canonical import strict_loads
 from timer_service.wire.commands import BadCommand, Kind
+from timer_service.wire.fields import Model
+from timer_service.wire.fields import read as read_model
 from timer_service.wire.records import (
     Removal,
     encode,
@@ -44,7 +46,7 @@ def taken_by_reader(kind: Kind, body: bytes) -> bool:
 
 def taken_by_model(kind: Kind, body: bytes) -> bool:
     try:
-        models.read(models.COMMANDS[kind], body)
+        read_model(models.COMMANDS[kind], body)
     except ValueError:
         return False
     return True
@@ -138,7 +140,7 @@ def test_mutated_commands(data: st.DataObject):
     "tail", [b', "v": 1}', b', "payload": NaN}', b', "payload": 1e400}', b', "payload": "\\ud800"}', b"} x"]
 )
 def test_models_read_as_strictly(tail: bytes):
-    """``models.read`` refuses duplicate keys and what is no JSON number, as the service does."""
+    """``fields.read`` refuses duplicate keys and what is no JSON number, as the service does."""
     body = body_of("start")[:-1] + tail
     assert not taken_by_model("start", body)
     assert not taken_by_reader("start", body)
@@ -147,10 +149,10 @@ def test_models_read_as_strictly(tail: bytes):
 # ── records ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def check(name: str, data: bytes) -> models.Model:
+def check(name: str, data: bytes) -> Model:
     """``data`` is what model and published schema say; returns it as a model."""
     SCHEMAS[name].validate(strict_loads(data))
-    return models.read(MESSAGES[name], data)
+    return read_model(MESSAGES[name], data)
 
 
 FEW = settings(max_examples=60, deadline=None)

@@ -14,8 +14,9 @@ from typing import Any, Final
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 
 from timer_service.wire import models
+from timer_service.wire.fields import Model
 
-MESSAGES: Final[dict[str, type[models.Model]]] = {
+MESSAGES: Final[dict[str, type[Model]]] = {
     **{f"command.{kind}": model for kind, model in models.COMMANDS.items()},
     "outcome": models.Outcome,
     "rejection": models.Rejection,
