@@ -68,6 +68,7 @@ class NotifyConsumer:
         self.failure: Exception | None = None
         """What ended it by itself, None while nothing has."""
         self._working = False
+        self._said: list[Reason] | None = None
         self._outbox_error: str | None = "not opened yet"
         self._counts: dict[State, int] = {}
         self.metrics = Metrics()
@@ -301,8 +302,9 @@ class NotifyConsumer:
     # -- readiness ----------------------------------------------------------------------------------------
 
     def readiness(self) -> Readiness:
-        """What ``/readyz`` says."""
-        reasons = [*self._reasons()]
+        """What ``/readyz`` says. Whoever asks, a change is in the log before the answer is out."""
+        reasons = self._reasons()
+        self._log_change(reasons)
         details = {
             "role": "consumer",
             "instance": self._settings.instance,
@@ -336,15 +338,14 @@ class NotifyConsumer:
         return any(relay.stuck for relay in (*self._former, self.relay))
 
     async def _watch_readiness(self) -> None:
-        said: list[Reason] | None = None
         while True:
-            reasons = self._reasons()
-            if reasons != said:
-                said = reasons
-                self._say(reasons)
+            self._log_change(self._reasons())
             await asyncio.sleep(WATCH_S)
 
-    def _say(self, reasons: list[Reason]) -> None:
+    def _log_change(self, reasons: list[Reason]) -> None:
+        if reasons == self._said:
+            return
+        self._said = reasons
         if not reasons:
             self._log.info(events.SERVICE_READY)
         for reason in reasons:

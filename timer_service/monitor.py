@@ -54,6 +54,7 @@ class Monitor:
         self._details = details
         self._findings: list[Finding] | None = None
         self._provision_error: str | None = None
+        self._was_ready = False
         self.draining = asyncio.Event()
 
     async def prepare_broker(self) -> None:
@@ -92,18 +93,15 @@ class Monitor:
 
     async def announce(self) -> None:
         """Log when readiness comes and goes, until cancelled."""
-        was_ready = False
         while True:
-            readiness = self.readiness()
-            if readiness.ready and not was_ready:
-                self._log.info(events.SERVICE_READY, **self._details())
-            elif was_ready and not readiness.ready:
-                self._log.warning(events.SERVICE_NOT_READY, reasons=[reason.code for reason in readiness.reasons])
-            was_ready = readiness.ready
+            self.readiness()
             await asyncio.sleep(_READY_INTERVAL_S)
 
     def readiness(self) -> Readiness:
-        """Whether this process does its work, and if not, every reason against it."""
+        """Whether this process does its work, and if not, every reason against it.
+
+        Whoever asks, a change is in the log before the answer is out.
+        """
         reasons = self._reasons()
         details = {
             "instance": self._settings.instance,
@@ -112,7 +110,15 @@ class Monitor:
             "clock_skew_ms": self._watch.skew_ms,
             **self._details(),
         }
+        self._log_change(reasons)
         return Readiness(not reasons, reasons, details)
+
+    def _log_change(self, reasons: list[Reason]) -> None:
+        was_ready, self._was_ready = self._was_ready, not reasons
+        if self._was_ready and not was_ready:
+            self._log.info(events.SERVICE_READY, **self._details())
+        elif was_ready and not self._was_ready:
+            self._log.warning(events.SERVICE_NOT_READY, reasons=[reason.code for reason in reasons])
 
     def _reasons(self) -> list[Reason]:
         if self.draining.is_set():
