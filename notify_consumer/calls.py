@@ -79,6 +79,8 @@ class Call:
             raise HandlerFailed(f"time-out: it took longer than {self._handler.timeout_ms} ms and was cancelled")
         if task.cancelled():
             raise HandlerFailed("CancelledError: the handler was cancelled from within")
+        if isinstance(error := task.exception(), GeneratorExit):
+            raise HandlerFailed(_said(error)) from error
         return task.result()
 
     async def _answer(self) -> Answer:
@@ -131,4 +133,9 @@ def _settle(future: asyncio.Future[Any], result: Any) -> None:
 
 
 def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    kind = type(error).__name__
+    try:
+        text = str(error)
+    except Exception as second:  # the handler's own code, too
+        text = f"its text can't be had, that raised {type(second).__name__}"
+    return f"{kind}: {text}" if text else kind

@@ -191,8 +191,12 @@ def methods_of(cls: type[TimedAction]) -> dict[str, ActionMethod[Any, Any, Any]]
 
 def _argument(function: Callable[..., Any]) -> tuple[inspect.Parameter | None, Typed | None]:
     """The parameter after ``self``, and its type when it has one."""
-    where = function.__qualname__
-    parameters = list(inspect.signature(function).parameters.values())[1:]
+    where = getattr(function, "__qualname__", str(function))
+    bare = isinstance(function, (staticmethod, classmethod))
+    parameters = [] if bare else list(inspect.signature(function).parameters.values())
+    if not parameters:
+        raise ValueError(f"{where}: an action is a method with self")
+    del parameters[0]
     single = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if len(parameters) > 1 or any(parameter.kind not in single for parameter in parameters):
         raise ValueError(f"{where}: an action takes one argument or none; put several into one object")

@@ -72,7 +72,7 @@ def _key(name: str) -> dict[str, str]:
 
 def _ms(delay: timedelta | int) -> int:
     """Milliseconds; parts of one round up, so that nothing is early."""
-    delay_ms = -(-delay // _MILLISECOND) if isinstance(delay, timedelta) else delay
+    delay_ms = -(delay // -_MILLISECOND) if isinstance(delay, timedelta) else delay
     if type(delay_ms) is not int or not 1 <= delay_ms <= MAX_DELAY_MS:
         raise ValueError(f"a delay is a timedelta, or milliseconds, of 1 to {MAX_DELAY_MS} ms, not {delay!r}")
     return delay_ms

@@ -158,6 +158,26 @@ def plain_with_time_out() -> None:
     Handlers().actions(Plain())
 
 
+def static() -> None:
+    class Static(TimedAction):
+        @action("go")  # type: ignore[type-var]
+        @staticmethod
+        def go(one: str) -> None: ...
+
+
+def of_the_class() -> None:
+    class OfTheClass(TimedAction):
+        @action("go")  # type: ignore[type-var]
+        @classmethod
+        def go(cls, one: str) -> None: ...
+
+
+def without_self() -> None:
+    class Selfless(TimedAction):
+        @action("go")  # type: ignore[arg-type]
+        def go() -> None: ...
+
+
 def empty_name() -> None:
     class Nameless(TimedAction):
         name = ""
@@ -182,6 +202,9 @@ def registered_twice() -> None:
         (opaque, "one: pydantic can't validate Thread"),
         (unresolved, "Local is not defined at the top of its module"),
         (plain_with_time_out, "runs in a thread, which can't be cancelled"),
+        (static, "an action is a method with self"),
+        (of_the_class, "an action is a method with self"),
+        (without_self, "an action is a method with self"),
         (empty_name, "the name of a timed action has 1 to 128"),
         (lambda: action("new\nline"), "the name of an action has 1 to 128"),
         (lambda: action(5), "the name of an action has 1 to 128"),  # type: ignore[arg-type]
@@ -470,7 +493,10 @@ async def test_a_timer_is_started_so_that_it_replaces_and_retries_without_end(de
     assert timers.calls == [("start", KEY, options)]
 
 
-@pytest.mark.parametrize("delay", [0, -1, 1.5, True, timedelta(0), timedelta(seconds=-1), MAX_DELAY_MS + 1, "1"])
+@pytest.mark.parametrize(
+    "delay",
+    [0, -1, 1.5, True, timedelta(0), timedelta(seconds=-1), timedelta.max, timedelta.min, MAX_DELAY_MS + 1, "1"],
+)
 async def test_a_wrong_delay_is_refused(delay: Any) -> None:
     """Before anything is sent."""
     timers = FakeTimers()

@@ -319,10 +319,19 @@ def raising_in_thread(error: BaseException) -> Any:
     return handler
 
 
+class Untold(Exception):
+    """An error whose text raises."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
 @pytest.mark.parametrize(
     "error",
     [
         RuntimeError("boom"),
+        Untold(),
+        GeneratorExit(),
         asyncio.CancelledError(),
         SystemExit(3),
         KeyboardInterrupt(),
