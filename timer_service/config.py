@@ -55,7 +55,7 @@ def split_address(value: str) -> tuple[str, int]:
 
 Servers = Annotated[str, AfterValidator(check_servers)]
 Address = Annotated[str, AfterValidator(_host_and_port)]
-Bytes = Annotated[int, Field(ge=64 * 1024, le=2**50)]
+Bytes = Annotated[int, Field(ge=16 * 1024, le=2**50)]
 
 
 class Settings(BaseSettings):
@@ -103,7 +103,7 @@ class Settings(BaseSettings):
         Field(ge=100, le=86_400_000, description="ms without an answer until a resume is published again"),
     ] = 60_000
     reconcile_interval_ms: Annotated[
-        int, Field(ge=1_000, le=86_400_000, description="ms between scans of all state")
+        int, Field(ge=100, le=86_400_000, description="ms between scans of all state")
     ] = 3_600_000
     policy_check_interval_ms: Annotated[
         int, Field(ge=100, le=30_000, description="ms between checks of the broker's resources")
@@ -117,11 +117,11 @@ class Settings(BaseSettings):
 
     tombstone_ttl_s: Annotated[int, Field(ge=1, le=31_536_000, description="s that removal markers stay")] = 3_600
     archive_max_age_s: Annotated[
-        int, Field(ge=60, le=3_155_760_000, description="s that ended timers are remembered")
+        int, Field(ge=1, le=3_155_760_000, description="s that ended timers are remembered")
     ] = 90 * 86_400
     snapshot_grace_ms: Annotated[
         int,
-        Field(ge=1_000, le=86_400_000, description="ms until a payload that nothing refers to is removed"),
+        Field(ge=100, le=86_400_000, description="ms until a payload that nothing refers to is removed"),
     ] = 600_000
 
     @property

@@ -56,6 +56,19 @@ def test_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("RECONCILE_INTERVAL_MS", 100), ("SNAPSHOT_GRACE_MS", 100), ("RESUME_TIMEOUT_MS", 100), ("TOMBSTONE_TTL_S", 1),
+        ("ARCHIVE_MAX_AGE_S", 1), ("STATE_MAX_BYTES", 16_384), ("DRAIN_GRACE_MS", 0), ("INLINE_PAYLOAD_MAX_BYTES", 0),
+    ],
+)  # fmt: skip
+def test_small_values_are_taken(monkeypatch: pytest.MonkeyPatch, name: str, value: int) -> None:
+    """Whoever tries something out, need not wait for it, nor fill a gigabyte."""
+    monkeypatch.setenv(f"DURABLE_TIMER_{name}", str(value))
+    assert getattr(Settings(), _field(name)) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
         ("HTTP", "8080"), ("DRIVER", "cron"), ("ADMISSION_WATERMARK_PERCENT", "0"), ("REPLICAS", "six"),
         ("RESUME_TIMEOUT_MS", "-1"), ("REPLY_PREFIX", "$KV."), ("REPLY_PREFIX", "a b"), ("REPLY_PREFIX", ">"),
         ("STATE_MAX_BYTES", "1"), ("NATS_CREDS", "/no/such/file"), ("TOMBSTONE_TTL_S", "0"),
