@@ -102,9 +102,9 @@ class Settings(BaseSettings):
         int,
         Field(ge=100, le=86_400_000, description="ms without an answer until a resume is published again"),
     ] = 60_000
-    reconcile_interval_ms: Annotated[
-        int, Field(ge=100, le=86_400_000, description="ms between scans of all state")
-    ] = 3_600_000
+    reconcile_interval_ms: Annotated[int, Field(ge=100, le=86_400_000, description="ms between scans of all state")] = (
+        3_600_000
+    )
     policy_check_interval_ms: Annotated[
         int, Field(ge=100, le=30_000, description="ms between checks of the broker's resources")
     ] = 10_000
