@@ -22,11 +22,11 @@ from typing import Any
 from notify_consumer import events
 from notify_consumer.config import Settings
 from notify_consumer.consumer import ResumeConsumer
+from notify_consumer.depth import Depth
 from notify_consumer.errors import OutboxUnavailable
 from notify_consumer.handlers import Handlers
 from notify_consumer.metrics import Metrics
 from notify_consumer.outbox import make_outbox
-from notify_consumer.outbox.base import State
 from notify_consumer.relay import Relay
 from notify_consumer.retention import kept_ms
 from timer_service.client import TimerClient
@@ -42,9 +42,7 @@ from timer_service.urls import shown_url
 
 RETRY_S = 1.0
 WATCH_S = 0.1
-COUNT_S = 2.0
-_COUNT_PART, _MAX_COUNT_S = 50, 60.0
-"""Counting takes at most one part in so many of the time, unless it is done once a minute."""
+LOOK_S = 2.0
 PRUNE_S = 3_600.0
 
 
@@ -70,11 +68,11 @@ class NotifyConsumer:
         self._working = False
         self._said: list[Reason] | None = None
         self._outbox_error: str | None = "not opened yet"
-        self._counts: dict[State, int] = {}
         self.metrics = Metrics()
         self.outbox = make_outbox(
             settings.outbox, nats=settings.nats, creds=settings.creds, timeout_ms=settings.request_timeout_ms
         )
+        self._depth = Depth(self.outbox, self.metrics, self._clock)
         self.connection = Connection(
             settings.nats,
             name=f"notify-consumer.{settings.instance}",
@@ -195,7 +193,7 @@ class NotifyConsumer:
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(self._watch_readiness(), name="app.readiness"),
-                tasks.create_task(self._keep_counting(), name="app.counts"),
+                tasks.create_task(self._keep_looking(), name="app.depth"),
                 tasks.create_task(self._keep_pruning(), name="app.prune"),
             ]
             serving = tasks.create_task(self._serve(), name="app.serve")
@@ -277,18 +275,13 @@ class NotifyConsumer:
             if self.failure is not None:
                 stack.push_async_callback(self.consumer.stop)  # it was left as it was
 
-    async def _keep_counting(self) -> None:
-        """For people and metrics only: where counting takes long, it is done less often."""
-        loop = asyncio.get_running_loop()
+    async def _keep_looking(self) -> None:
         while True:
-            begun_s = loop.time()
+            self.metrics.handling(self.relay.handling, self.relay.longest_s)
             if self._outbox_error is None:
                 with contextlib.suppress(OutboxUnavailable):  # the relay says so
-                    self._counts = await self.outbox.counts()
-                    self.metrics.rows(self._counts)
-                    self.metrics.waiting(await self.outbox.survey(1), self._clock.now_ms())
-            self.metrics.handling(self.relay.handling, self.relay.longest_s)
-            await asyncio.sleep(min(max(COUNT_S, (loop.time() - begun_s) * _COUNT_PART), _MAX_COUNT_S))
+                    await self._depth.look()
+            await asyncio.sleep(LOOK_S)
 
     async def _keep_pruning(self) -> None:
         while True:
@@ -310,7 +303,7 @@ class NotifyConsumer:
             "instance": self._settings.instance,
             "handling": self.relay.handling,
             "sending": self.relay.sending,
-            "rows": {state.value: count for state, count in self._counts.items()},
+            "rows": {state.value: count for state, count in self._depth.counts.items()},
         }
         return Readiness(not reasons, reasons, details)
 
@@ -324,7 +317,11 @@ class NotifyConsumer:
             found.append(Reason("outbox_unavailable", shown_url(self._settings.outbox), outbox))
         if not self.connection.connected:
             found.append(
-                Reason("broker_unreachable", shown_url(self._settings.nats), self.connection.last_error or "…")
+                Reason(
+                    "broker_unreachable",
+                    shown_url(self._settings.nats),
+                    self.connection.last_error or "not connected yet",
+                )
             )
         else:
             found += self.name.reasons
