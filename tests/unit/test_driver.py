@@ -124,10 +124,34 @@ async def test_an_arrival_that_is_earlier_does_not_wait_for_a_later_one():
     await asyncio.sleep(0)
     due = clock.now_ms() + 20
     bench.driver.observe(B, 2, waiting(due))
-    await asyncio.wait_for(heard.wait(), 5)
+    await asyncio.wait_for(heard.wait(), 20)
     assert bench.fired == [B]
     assert (bench.wakes.published[0].woken_at_ms or 0) >= due
     await bench.stop()
+
+
+def test_c37_what_comes_later_and_is_due_earlier_is_on_time() -> None:
+    """C37: while it sleeps towards the first: one due soon is not late by that sleep, one past due fires at once."""
+
+    async def story() -> None:
+        clock = LoopClock()
+        bench = Bench(clock)
+        bench.driver.observe(A, 1, waiting(clock.now_ms() + 6 * 3_600_000))
+        await asyncio.sleep(10.1)
+        due_ms = clock.now_ms() + 250
+        bench.driver.observe(B, 2, waiting(due_ms))
+        await asyncio.sleep(0.05)
+        past_ms = clock.now_ms()
+        bench.driver.observe(C, 3, waiting(past_ms - 60_000))
+        await asyncio.sleep(5)
+        assert bench.fired[:2] == [C, B]
+        woken_ms = [wake.woken_at_ms or 0 for wake in bench.wakes.published[:2]]
+        assert 0 <= woken_ms[0] - past_ms <= 2
+        assert 0 <= woken_ms[1] - due_ms <= 2
+        assert A not in bench.fired
+        await bench.stop()
+
+    play(story())
 
 
 def test_a_leap_of_the_clock_that_nobody_tells_of_is_noticed_soon() -> None:
