@@ -84,7 +84,7 @@ async def _ends_once(desk: Desk, engine: Engine, name: str) -> None:
     for received in engine.of(timer_ref):
         if await desk.record(timer_ref) is None:
             await engine.give(received.resume, "complete")
-    record = await desk.ended(timer_ref, 15)
+    record = await desk.ended(timer_ref, 30)
     assert (record["status"], record["generation"]) == ("completed", 0)
     assert await desk.records_of(timer_ref) == 1
     assert len({received.data for received in engine.of(timer_ref)}) == 1

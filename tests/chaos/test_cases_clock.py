@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.test_cycles import IDLE_SHARE
-from tests.support.cpu import cpu_share
+from tests.support.cpu import rests
 from tests.support.service import Desk, Engine, Service, complete, eventually, name_ref, now_ms, unique
 from timer_service.clock import MAX_OFFSET_MS
 
@@ -52,13 +52,13 @@ async def test_c26_far_due_times_wait_and_cost_nothing(desk: Desk, service: Serv
     async with Engine(desk, complete) as engine:
         refs = await started(desk, 3_000, 25 * DAY_MS, 400 * DAY_MS)
         await engine.resume_of(refs[0], within=20)
-        assert await cpu_share(service.pid, 3) < IDLE_SHARE
+        await rests(service.pid, IDLE_SHARE)
         assert await counts(engine, refs) == [1, 0, 0]
         assert shift(service, 25 * DAY_MS)[0] == 200
         await engine.resume_of(refs[1], within=20)
         await desk.ended(refs[1], 20)
         assert await counts(engine, refs) == [1, 1, 0]
-        assert await cpu_share(service.pid, 2) < IDLE_SHARE
+        await rests(service.pid, IDLE_SHARE)
         waiting = await desk.state(refs[2])
         assert waiting is not None
         assert waiting["phase"] == "waiting"
@@ -67,24 +67,38 @@ async def test_c26_far_due_times_wait_and_cost_nothing(desk: Desk, service: Serv
 # -- C34 ------------------------------------------------------------------------------------------------------
 
 
+async def frozen_before_due(desk: Desk, service: Service) -> tuple[list[str], int]:
+    """Freeze the service while three timers wait, the last started the first due; where that takes long, once more with
+    more time. Returns them, and when the last one is due by our own clock."""
+    ahead_ms = offset(service)
+    for margin_ms in (800, 5_000, 20_000):
+        first_ms = now_ms() + margin_ms
+        dues_ms = [first_ms + more_ms for more_ms in (400, 200, 0)]
+        names = [unique() for _ in dues_ms]
+        for name, due_ms in zip(names, dues_ms, strict=True):
+            await desk.ask("start", timer={"name": name}, due={"at_ms": due_ms + ahead_ms})
+        service.pause()
+        if now_ms() < first_ms:
+            return [name_ref(name) for name in names], dues_ms[0]
+        service.resume()
+    raise AssertionError("three starts took more than 20 s")
+
+
 async def test_c34_frozen_over_the_deadline_the_rest_goes_on(desk: Desk, service: Service) -> None:
     """SIGSTOP across the due times, SIGCONT: each once, none early, in due order; what is due later waits for its time,
     and the service is ready again, with its lease, and takes commands."""
     async with Engine(desk, complete) as engine:
-        refs = await started(desk, 900, 700, 500, DAY_MS)
-        state = await desk.state(refs[0])
-        assert state is not None
-        frozen_at_ms = now_ms() + offset(service)
-        service.pause()
-        await asyncio.sleep(max(0, state["due_at_ms"] + 1_000 - frozen_at_ms) / 1000)
-        assert await counts(engine, refs) == [0, 0, 0, 0]
+        (later,) = await started(desk, DAY_MS)
+        refs, last_due_ms = await frozen_before_due(desk, service)
+        await eventually(lambda: now_ms() > last_due_ms + 1_000, 40)
+        assert await counts(engine, refs) == [0, 0, 0]
         service.resume()
-        records = [await desk.ended(ref, 30) for ref in refs[:3]]
+        records = [await desk.ended(ref, 30) for ref in refs]
         await service.ready()
         await eventually(lambda: service.details()["role"] == "driver", 30)
         soon = (await started(desk, 200))[0]
         await desk.ended(soon, 30)
-        assert await counts(engine, [*refs, soon]) == [1, 1, 1, 0, 1]
+        assert await counts(engine, [*refs, later, soon]) == [1, 1, 1, 0, 1]
         assert order(engine, refs) == [refs[2], refs[1], refs[0]]
     assert all(record["timeline"][0]["lateness_ms"] >= 1_000 for record in records)
 

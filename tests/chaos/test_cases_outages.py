@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.broker import Broker
+from tests.support.cpu import rests
 from tests.support.service import (
     Desk,
     Engine,
@@ -70,9 +69,9 @@ async def test_c09_the_broker_is_away_for_long(stage: Stage, desk: Desk, service
         assert (await desk.ask("start", timer={"name": unique()}, due=FAR))["status"] == "accepted"
         assert time.monotonic() - back < 15
         for name in names:
-            assert (await desk.ended(name_ref(name), 15))["status"] == "completed"
+            assert (await desk.ended(name_ref(name), 30))["status"] == "completed"
             assert len(engine.of(name_ref(name))) == 1
-    await service.ready(5)
+    await service.ready()
 
 
 async def test_c10_twenty_restarts_with_a_command_after_each(
@@ -90,7 +89,7 @@ async def test_c10_twenty_restarts_with_a_command_after_each(
             outcome = await _answered(desk, {"command_id": "c", "timer": {"name": name}, "due": {"delay_ms": 20}})
             waits.append(time.monotonic() - back)
             assert outcome["status"] in ("accepted", "duplicate")
-            record = await desk.ended(name_ref(name), 15)
+            record = await desk.ended(name_ref(name), 30)
             assert (record["status"], record["generation"]) == ("completed", 0)
             assert len({received.data for received in engine.of(name_ref(name))}) == 1
     record_property("slowest_s", round(max(waits), 2))
@@ -161,19 +160,7 @@ async def test_c22_poison_is_settled_and_the_processor_rests(desk: Desk, service
     assert await desk.last_seq(topology.REJECTIONS) == before + 10_000
     info = await desk.js.consumer_info(topology.COMMANDS, topology.COMMAND_CONSUMER)
     assert info.num_redelivered == 0
-    await eventually(partial(_idle, service.pid), 15, what="an idle processor", every=0)
-
-
-async def _idle(pid: int) -> bool:
-    """Less than a tenth of a core over a second."""
-    before = _cpu_s(pid)
-    await asyncio.sleep(1)
-    return _cpu_s(pid) - before < 0.1
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    await rests(service.pid, 0.1, over_s=1.0, looks=20)
 
 
 async def test_c23_cancels_that_wait_hold_up_nobody(desk: Desk, service: Service) -> None:
@@ -200,13 +187,18 @@ async def test_c23_starts_that_are_held_hold_up_nobody(tmp_path: Path) -> None:
             await desk.send_many("start", [{"timer": {"name": unique()}, "due": FAR} for _ in range(3_000)])
             await eventually(lambda: service.readyz()[1]["details"]["admission"] == "closed")
             for name in live:
-                assert (await desk.ask("cancel", timer_ref=name_ref(name), within=10))["status"] == "accepted"
+                assert (
+                    await desk.ask(
+                        "cancel",
+                        timer_ref=name_ref(name),
+                    )
+                )["status"] == "accepted"
 
 
 async def _ten_at_once(desk: Desk, service: Service) -> None:
     begun = time.monotonic()
     for _ in range(10):
-        outcome = await desk.ask("start", timer={"name": unique()}, due=FAR, within=5)
+        outcome = await desk.ask("start", timer={"name": unique()}, due=FAR)
         assert outcome["status"] == "accepted"
     took_s = time.monotonic() - begun
     print(f"ten healthy commands took {took_s:.2f} s")

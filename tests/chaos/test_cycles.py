@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.support.broker import Broker
-from tests.support.cpu import cpu_share
+from tests.support.cpu import rests
 from tests.support.service import Desk, Engine, Service, complete, eventually, unique
 from timer_service.jetstream import topology
 
@@ -36,19 +36,17 @@ async def test_thousands_of_lives_leave_their_records_only(broker: Broker, tmp_p
     async with Desk.at(broker.url) as desk, Engine(desk, complete) as engine:
         with Service(broker.url, tmp_path, **SETTINGS) as service:
             await service.ready()
-            idle_share = await cpu_share(service.pid, 2)
             due = {"delay_ms": 5}
             await desk.send_many("start", [
                 {"timer": {"name": unique()}, "due": due, "payload": "x" * (1_500 if n % 3 == 0 else 10)}
                 for n in range(CYCLES)
             ])  # fmt: skip
-            await eventually(partial(_archived, desk, CYCLES), 40, what="all records")
+            await eventually(partial(_archived, desk, CYCLES), 60, what="all records")
             await eventually(partial(_all_empty, desk), 20, what="nothing to be left")
             assert len({received.resume_id for received in engine.received}) == CYCLES
             assert service.details()["armed"] == 0
-            await eventually(partial(_no_wakes, desk), 10, what="no wake to be left")
-            share = await cpu_share(service.pid, 3)
-            assert share < IDLE_SHARE, f"{share:.3f} of a core, {idle_share:.3f} before"
+            await eventually(partial(_no_wakes, desk), 20, what="no wake to be left")
+            await rests(service.pid, IDLE_SHARE)
             assert service.stop() == 0
             assert await ready_after(service) < READY_S
             assert service.details()["armed"] == 0
@@ -84,4 +82,4 @@ async def test_a_bucket_of_markers_only_is_as_good_as_empty(broker: Broker, tmp_
             print(f"ready after {empty_s:.2f} s with nothing, {marked_s:.2f} s with {CYCLES} markers")
             assert marked_s < READY_S
             assert (service.details()["armed"], service.details()["problems"]) == (0, 0)
-            assert await cpu_share(service.pid, 2) < IDLE_SHARE
+            await rests(service.pid, IDLE_SHARE)

@@ -130,12 +130,12 @@ async def test_it_goes_on_after_a_broker_outage(broker: Broker, tmp_path: Path) 
     with Service(broker.url, tmp_path) as service:
         await service.ready()
         async with await TimerClient.connect(broker.url) as timers:
-            first = asyncio.create_task(timers.sleep("first", 700))
+            first = asyncio.create_task(timers.sleep("first", 3_000))
             async with Desk.at(broker.url) as desk:
                 await waiting(desk, "first")
             broker.kill()
             second = asyncio.create_task(timers.sleep("second", 700))
-            await asyncio.sleep(1)  # past the due time
+            await asyncio.sleep(3)  # past the due time
             assert not first.done()
             broker.start()
             async with asyncio.timeout(40):

@@ -65,7 +65,7 @@ async def play(broker: Broker, tmp_path: Path) -> AsyncIterator[Play]:
 
 
 async def is_driver(service: Service) -> None:
-    await eventually(lambda: service.details()["role"] == "driver", 10, what=f"{service.instance} to drive")
+    await eventually(lambda: service.details()["role"] == "driver", 20, what=f"{service.instance} to drive")
 
 
 async def once(play: Play, engine: Engine, names: list[str]) -> None:
@@ -109,7 +109,7 @@ async def test_the_standby_drives_at_once_when_the_driver_stops(play: Play) -> N
         await play.start(name, 800)
         assert driver.stop() == 0
         begun = time.monotonic()
-        await eventually(lambda: standby.details()["role"] == "driver", 10, every=0.005)
+        await eventually(lambda: standby.details()["role"] == "driver", 20, every=0.005)
         print(f"take-over {time.monotonic() - begun:.2f} s after the end")
         await once(play, engine, [name])
     lines = [(line["event"], line.get("lease")) for line in driver.events()]
@@ -130,7 +130,7 @@ async def test_a_frozen_driver_is_replaced_and_comes_back_as_standby(play: Play)
         await is_driver(standby)
         print(f"take-over {time.monotonic() - begun:.2f} s after SIGSTOP")
         driver.resume()
-        await eventually(lambda: driver.events("lease.lost"), 10, what="the frozen one to notice")
+        await eventually(lambda: driver.events("lease.lost"), 20, what="the frozen one to notice")
         assert driver.details()["role"] == "standby"
         await once(play, engine, names)
     await driver.ready()
@@ -268,7 +268,7 @@ async def test_a_deleted_bucket_is_told_and_stops_no_timer(play: Play) -> None:
         await play.desk.js.add_stream(config)
         for service in (driver, standby):
             await service.ready()
-        await eventually(partial(_lease_of, play, driver), 10, what="the driver's record")
+        await eventually(partial(_lease_of, play, driver), 20, what="the driver's record")
         await play.start(name := unique(), 50)
         await once(play, engine, [name])
     late = await play.service("--no-provision")
@@ -290,7 +290,7 @@ async def test_without_room_for_leases_somebody_drives(play: Play) -> None:
         for number, name in enumerate(names):
             await play.start(name, 50 + 1_000 * number)
         await once(play, engine, names)
-        reason = await eventually(partial(_reasons, driver, "lease_unavailable"), 10)
+        reason = await eventually(partial(_reasons, driver, "lease_unavailable"), 20)
         assert "maximum bytes exceeded" in reason["message"]
         assert (driver.details()["role"], standby.details()["role"]) == ("driver", "standby")
         driver.kill()

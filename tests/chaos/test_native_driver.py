@@ -78,7 +78,7 @@ async def test_a_life_from_start_to_record(desk: Desk) -> None:
         return ("complete", {}) if resume["generation"] else ("retry", {"due": {"delay_ms": 1_200}})
 
     async with Engine(desk, answer) as engine:
-        timer_ref = await started(desk, unique(), 1_300, max_retries=1, payload={"order": 42})
+        timer_ref = await started(desk, unique(), 3_000, max_retries=1, payload={"order": 42})
         await scheduled(desk, timer_ref)
         found = await desk.last(SCHEDULES, topology.schedule_subject(timer_ref))
         assert found is not None
@@ -125,7 +125,7 @@ async def test_c39_the_broker_is_down_across_the_due_times(stage: Stage, desk: D
 async def test_c39_the_service_is_down_across_the_due_times(stage: Stage, desk: Desk) -> None:
     """The broker's wakes wait for the next process; each fires once."""
     async with Engine(desk, complete) as engine:
-        refs = [await started(desk, unique(), 1_500 + 20 * number) for number in range(40)]
+        refs = [await started(desk, unique(), 2_500 + 20 * number) for number in range(40)]
         await scheduled(desk, refs[-1])
         stage.service.kill()
         await scheduled(desk, *refs, there=False)  # fired, with nobody there
@@ -138,7 +138,7 @@ async def test_c39_a_schedule_deleted_by_hand_still_fires_once(desk: Desk) -> No
     """The service looks itself, a second after the due time."""
     async with Engine(desk, complete) as engine:
         name, neighbour = unique(), unique()
-        timer_ref, other = await started(desk, name, 2_000), await started(desk, neighbour, 2_000)
+        timer_ref, other = await started(desk, name, 4_000), await started(desk, neighbour, 4_000)
         await scheduled(desk, timer_ref, other)
         await desk.js.purge_stream(SCHEDULES, subject=topology.schedule_subject(timer_ref))
         record = await ended_once(desk, engine, timer_ref)
@@ -150,9 +150,9 @@ async def test_c39_replaced_twice_only_the_last_fires(desk: Desk) -> None:
     """One resume, of the last generation, and no earlier than its due time."""
     async with Engine(desk, complete) as engine:
         name = unique()
-        await started(desk, name, 1_500)
+        await started(desk, name, 4_000)
         await started(desk, name, HOUR_MS, if_exists="replace")
-        timer_ref = await started(desk, name, 2_500, if_exists="replace")
+        timer_ref = await started(desk, name, 4_500, if_exists="replace")
         record = await ended_once(desk, engine, timer_ref)
         assert [one.resume["generation"] for one in engine.of(timer_ref)] == [2]
         assert [one["answer"] for one in record["timeline"]] == ["replace", "replace", "complete"]
@@ -161,7 +161,7 @@ async def test_c39_replaced_twice_only_the_last_fires(desk: Desk) -> None:
 async def test_c39_a_stream_that_is_lost_is_filled_again(stage: Stage, desk: Desk) -> None:
     """All schedules and the stream itself are gone: both come back by themselves, counted, and each fires once."""
     async with Engine(desk, complete) as engine:
-        soon = [await started(desk, unique(), 3_000 + 50 * number) for number in range(10)]
+        soon = [await started(desk, unique(), 5_000 + 50 * number) for number in range(10)]
         late = [await started(desk, unique(), HOUR_MS) for _ in range(10)]
         await scheduled(desk, *soon, *late)
         before = stage.service.metric("durable_timer_repairs_total", "schedule_missing")
@@ -247,7 +247,7 @@ async def test_a_shifted_clock_fires_at_once_and_leaves_no_schedule(broker: Brok
             service.http("/debug/clock", json.dumps({"offset_ms": DECADE_MS}).encode())
             await desk.ended(far)
             await scheduled(desk, far, there=False)
-            soon = await started(desk, unique(), 1_500)
+            soon = await started(desk, unique(), 4_000)
             await scheduled(desk, soon)
             found = await desk.last(SCHEDULES, topology.schedule_subject(soon))
             assert found is not None

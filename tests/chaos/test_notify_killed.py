@@ -27,7 +27,7 @@ async def test_a_frozen_process_that_comes_back_changes_nothing(crew: Crew) -> N
     await crew.publish("a-1")
     await crew.notes("begin a-1 first")
     first.signal(signal.SIGSTOP)
-    await crew.consumer("second")
+    await crew.consumer("second", lease_ms=60_000)
     await crew.notes("begin a-1 second")
     first.signal(signal.SIGCONT)
     await until(lambda: first.logged("lease.lost"), "the first one notices")

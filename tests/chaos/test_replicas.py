@@ -41,7 +41,7 @@ async def test_racing_starts_with_different_payloads(desk: Desk, other: Service)
     async with Engine(desk) as engine:
         for key in keys:
             bodies = [
-                encoded({"timer": key, "due": {"delay_ms": 2_500}, "payload": [n, "x" * 2_000]}) for n in range(8)
+                encoded({"timer": key, "due": {"delay_ms": 6_000}, "payload": [n, "x" * 2_000]}) for n in range(8)
             ]
             asked = await asyncio.gather(*(desk.asked("durable_timer.commands.start.v1", body) for body in bodies))
             outcomes = [await one.outcome() for one in asked]
@@ -54,7 +54,7 @@ async def test_racing_starts_with_different_payloads(desk: Desk, other: Service)
         for ref, winner in winners.items():
             resume = await engine.resume_of(ref)
             assert resume["payload"] == [winner, "x" * 2_000]
-            await eventually(partial(_one_snapshot, desk, ref), 15, what="the losers' payloads to be swept")
+            await eventually(partial(_one_snapshot, desk, ref), 30, what="the losers' payloads to be swept")
             await engine.reply(resume, "complete")
         for ref in winners:
             await desk.ended(ref)
@@ -77,7 +77,7 @@ async def test_a_replica_that_dies_takes_nothing_with_it(desk: Desk, other: Serv
         await eventually(lambda: len(engine.received) > 150)
         other.start()
         for name in names:
-            assert (await desk.ended(name_ref(name), 20))["status"] == "completed"
+            assert (await desk.ended(name_ref(name), 30))["status"] == "completed"
             assert await desk.records_of(name_ref(name)) == 1
         for name in names:
             assert len({one.data for one in engine.of(name_ref(name))}) == 1

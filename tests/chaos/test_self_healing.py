@@ -197,28 +197,32 @@ async def test_an_older_copy_is_believed(broker: Broker, tmp_path: Path, traffic
     Overtaking: new writes come at once, more than were lost, so that the stream's sequences alone tell nothing.
     """
     copy = Copy(broker, tmp_path)
-    with Service(broker.url, tmp_path, **{**SETTINGS, "reconcile_interval_ms": HOUR_MS}) as service:
+    settings = {**SETTINGS, "reconcile_interval_ms": 24 * HOUR_MS}
+    with Service(broker.url, tmp_path, "--test-clock", **settings) as service:
         pid = (await service.ready()).pid
         async with Desk.at(broker.url) as desk, Engine(desk) as engine:
             elapsed, done, cancelled, put_off, sooner, later = [
-                await start(desk, delay_ms) for delay_ms in (10, 3_500, 7_000, 7_000, HOUR_MS, HOUR_MS)
+                await start(desk, delay_ms)
+                for delay_ms in (10, HOUR_MS, 2 * HOUR_MS, 2 * HOUR_MS, 50 * HOUR_MS, 50 * HOUR_MS)
             ]
             resume = await engine.resume_of(elapsed)
             copy.take()
             await service.ready()
             assert (await engine.reply(resume, "complete"))["status"] == "accepted"
+            an_hour_passes(service)
             await engine.reply(await engine.resume_of(done), "complete")
             assert (await desk.ask("cancel", timer_ref=cancelled))["status"] == "accepted"
             for timer_ref in (elapsed, done, cancelled):
                 await desk.ended(timer_ref)
-            unknown = await start(desk, 3_000)
-            moved = await replaced(desk, sooner, 3_000)
-            await replaced(desk, put_off, HOUR_MS)
+            unknown = await start(desk, HOUR_MS // 2)
+            await replaced(desk, sooner, HOUR_MS // 2)
+            await replaced(desk, put_off, 50 * HOUR_MS)
             last_seq = await desk.last_seq(topology.STATE_STREAM)
             copy.put_back()
+            an_hour_passes(service)
             fresh: list[str] = []
             if traffic == "overtaking":
-                await eventually(partial(_starts_answered, desk, fresh, 20), 10)
+                await eventually(partial(_starts_answered, desk, fresh, 20))
                 assert await desk.last_seq(topology.STATE_STREAM) > last_seq, "nothing was overtaken"
             for timer_ref in (elapsed, done, cancelled, put_off):
                 again = await _resume_after(engine, timer_ref, 1 if timer_ref in (elapsed, done) else 0)
@@ -226,7 +230,6 @@ async def test_an_older_copy_is_believed(broker: Broker, tmp_path: Path, traffic
                 assert (await desk.ended(timer_ref, HEALED_S))["status"] == "completed"
                 assert await desk.records_of(timer_ref) == 1
             await eventually(lambda: service.details()["armed"] == 2 + len(fresh), HEALED_S, what="the heap")
-            assert now_ms() > moved["due_at_ms"]
             assert engine.of(unknown) == engine.of(sooner) == engine.of(later) == []
             assert await desk.state(unknown) is None
             await service.ready()
@@ -234,13 +237,16 @@ async def test_an_older_copy_is_believed(broker: Broker, tmp_path: Path, traffic
             assert service.running
 
 
-async def replaced(desk: Desk, timer_ref: str, delay_ms: int) -> dict[str, Any]:
-    """Begin the next generation of a waiting timer; returns the outcome."""
+def an_hour_passes(service: Service) -> None:
+    assert service.http("/debug/clock", b'{"offset_ms": %d}' % HOUR_MS)[0] == 200
+
+
+async def replaced(desk: Desk, timer_ref: str, delay_ms: int) -> None:
+    """Begin the next generation of a waiting timer."""
     state = await desk.state(timer_ref)
     assert state is not None
     moved = await desk.ask("start", timer=state["timer"], due={"delay_ms": delay_ms})
     assert (moved["status"], moved["generation"]) == ("accepted", 1)
-    return moved
 
 
 async def _starts_answered(desk: Desk, started: list[str], count: int) -> bool:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -71,15 +72,15 @@ class Play:
             asked[name] = await self.desk.asked(START, encoded(body))
         return asked
 
-    async def closed_for(self, resource: str, within: float = 10.0) -> None:
+    async def closed_for(self, resource: str, within: float = 20.0) -> None:
         """Wait until it is plain everywhere that starts are held, and why."""
 
         def plain() -> bool:
             found = self.service.details()
-            return (found["admission"], found["admission_resource"]) == ("closed", resource)
+            told = (found["admission"], found["admission_resource"]) == ("closed", resource)
+            return told and self.service.metric("durable_timer_admission_open") == 0  # it may open in between
 
         await eventually(plain, within, what=f"admission closed for {resource}")
-        assert self.service.metric("durable_timer_admission_open") == 0
         assert any(event["resource"] == resource for event in self.service.events("admission.closed"))
 
     async def full(self, resource: str) -> None:
@@ -91,15 +92,15 @@ class Play:
                 reason["code"] for reason in body["reasons"] if reason["resource"] == resource
             }
 
-        await eventually(told, 10, what=f"503 storage_full of {resource}")
+        await eventually(told, 20, what=f"503 storage_full of {resource}")
 
     async def reopened(self) -> None:
-        await eventually(lambda: self.service.details()["admission"] == "open", 10, what="admission to open by itself")
+        await eventually(lambda: self.service.details()["admission"] == "open", 20, what="admission to open by itself")
         assert self.service.metric("durable_timer_admission_open") == 1
 
     async def settle(self) -> None:
         """Wait until the service has looked at everything that is queued."""
-        await eventually(self._all_seen, 15, what="all commands to have been looked at")
+        await eventually(self._all_seen, 30, what="all commands to have been looked at")
 
     async def _all_seen(self) -> bool:
         info = await self.desk.js.consumer_info(topology.COMMANDS, topology.COMMAND_CONSUMER)
@@ -187,7 +188,7 @@ async def test_state(tmp_path: Path, replicas: int) -> None:
         if replicas == 3:
             await _full_to_the_brim(play, live[3])
         await play.complete_all(live[3:] + [name for name in asked if name not in live])
-        assert [(await one.outcome(1))["status"] for one in asked.values()] == ["accepted"] * len(asked)
+        assert [(await one.outcome())["status"] for one in asked.values()] == ["accepted"] * len(asked)
         await play.reopened()
 
 
@@ -198,10 +199,10 @@ async def _full_to_the_brim(play: Play, name: str) -> None:
     await play.full(topology.STATE_STREAM)
     fields = {key: resume[key] for key in ("timer_ref", "generation", "fence")}
     held = await play.desk.asked("durable_timer.commands.complete.v1", encoded(fields))
-    await asyncio.wait_for(eventually(lambda: play.service.details()["held"], 10), 15)
+    await eventually(lambda: play.service.details()["held"])
     assert held.queue.empty()
     await play.desk.js.purge_stream(topology.STATE_STREAM, subject=topology.state_subject("junk.*"))
-    assert (await held.outcome(6))["status"] == "accepted"
+    assert (await held.outcome())["status"] == "accepted"
     await play.desk.ended(name_ref(name))
     await play.service.ready(10)
 
@@ -240,7 +241,7 @@ async def _cram(desk: Desk, subject: str, headers: dict[str, str] | None = None,
         while True:
             n += 1
             name = subject % n if "%" in subject else subject
-            reply = await desk.client.request(name, b"x" * size, headers=headers, timeout=5)
+            reply = await desk.client.request(name, b"x" * size, headers=headers, timeout=20)
             if "error" in json.loads(reply.data):
                 break
 
@@ -279,11 +280,13 @@ async def test_commands(tmp_path: Path, replicas: int) -> None:
         await play.settle()
         first = accepted(asked)
         refused: list[str] = []
+        deadline = time.monotonic() + 30
         while not refused:
-            asked |= await play.start(5, delay_ms=300)
+            if len(asked) < 75:
+                asked |= await play.start(5, delay_ms=300)
             await asyncio.sleep(0.2)
             refused = [name for name in accepted(asked) if name not in first]
-            assert len(asked) < 80
+            assert time.monotonic() < deadline, "nothing was refused"
         for name in refused:
             outcome = await asked.pop(name).outcome()
             assert (outcome["status"], outcome["code"]) == ("rejected", "storage_full")
@@ -317,7 +320,7 @@ async def test_snapshots(tmp_path: Path, replicas: int) -> None:
         await play.complete_all(list(asked))
         for name in asked:
             assert play.engine.of(name_ref(name))[0].resume["payload"] == name.ljust(20_000, "x")
-        await eventually(lambda: _empty(play.desk, topology.SNAPSHOTS), 5, what="no payload to be left")
+        await eventually(lambda: _empty(play.desk, topology.SNAPSHOTS), 20, what="no payload to be left")
 
 
 async def _empty(desk: Desk, stream: str) -> bool:
@@ -446,7 +449,7 @@ async def _count_is(desk: Desk, stream: str, wanted: int) -> bool:
 
 async def _raise(url: str, what: str, limit: int) -> str:
     command = [str(CLI), "provision", "--nats", url, f"--{what}-max-bytes", str(limit)]
-    run = partial(subprocess.run, command, check=True, timeout=30, capture_output=True, text=True)
+    run = partial(subprocess.run, command, check=True, timeout=60, capture_output=True, text=True)
     return (await asyncio.to_thread(run)).stdout
 
 

@@ -174,7 +174,7 @@ class JetStreamDesk:
         await listener.client.flush()
 
         async def wait() -> dict[str, Any]:
-            value = strict_loads(await asyncio.wait_for(arrived, 5))
+            value = strict_loads(await asyncio.wait_for(arrived, 20))
             await listener.close()
             assert isinstance(value, dict)
             return value
@@ -607,7 +607,7 @@ async def test_a_broker_that_is_away_is_a_broker_error(broker: Broker):
             made.wakes.publish(timer.timer_ref, 0, 1, 1),
             made.publicity.reject(Rejection(1, "start", Code.MALFORMED, "", None, None, 1, "", False)),
         ]
-        results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 15)
+        results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
         assert all(isinstance(result, BrokerError) for result in results), results
         await made.publicity.outcome("_INBOX.x", outcome)  # best effort: never an error
     await made.publicity.outcome("_INBOX.x", outcome)  # nor where the connection is closed for good

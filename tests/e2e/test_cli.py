@@ -283,7 +283,7 @@ def test_a_reader_that_goes_away_is_no_error_message(cli: Cli, stage: Stage) -> 
     for _ in range(3):
         cli.json("start", "--name", unique(), "--delay", "1h")
     command = f"{Path(sys.executable).with_name('durable-timer')} list --nats {stage.broker.url} | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
 
 

@@ -118,7 +118,7 @@ def test_a_data_folder_or_port_in_use_is_refused(dev: Callable[..., Running], po
     """A second dev on the same folder or port ends with 1 and a clear line; the first one goes on."""
     first = dev()
     same_folder = subprocess.run(
-        [DURABLE_TIMER, "dev", "--port", str(port + 1)], cwd=tmp_path, capture_output=True, text=True, timeout=30
+        [DURABLE_TIMER, "dev", "--port", str(port + 1)], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert same_folder.returncode == 1
     assert "another nats-server is running on" in same_folder.stderr

@@ -36,7 +36,7 @@ def example(tmp_path: Path) -> Iterator[Example]:
         running.until("Ctrl-C stops everything")
         environment = {**os.environ, "NATS_URL": f"nats://127.0.0.1:{port}", window: window_ms}
         done = subprocess.run(
-            [sys.executable, "publisher.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=30
+            [sys.executable, "publisher.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 0, done.stderr
         return running, done.stdout
@@ -91,7 +91,7 @@ async def test_a_signer_is_reminded_three_times_and_then_the_manager_is_told(
 
 def _publish(folder: Path, url: str) -> None:
     environment = {**os.environ, "NATS_URL": url}
-    subprocess.run([sys.executable, "publisher.py"], cwd=folder, env=environment, timeout=30, check=True)
+    subprocess.run([sys.executable, "publisher.py"], cwd=folder, env=environment, timeout=60, check=True)
 
 
 async def _waits(desk: Desk, run: str, generation: int) -> bool:

@@ -212,7 +212,7 @@ async def test_key_parts_of_every_kind(desk: Desk, case: str, field: str) -> Non
         state = await desk.state(ref_of(key))
         assert state is not None
         assert state["timer"] == key
-    assert (await desk.ask("start", timer={"name": unique()}, due=SOON, within=10))["status"] == "accepted"
+    assert (await desk.ask("start", timer={"name": unique()}, due=SOON))["status"] == "accepted"
 
 
 REPLIES = {
@@ -249,7 +249,7 @@ async def test_a_reply_subject_outside_the_inboxes_is_ignored(desk: Desk, servic
     await eventually(lambda: desk.state(name_ref(name)))
     if subject:
         assert service.metric("durable_timer_replies_ignored_total") == before + 1
-    assert (await desk.ask("start", timer={"name": unique()}, due=SOON, within=10))["status"] == "accepted"
+    assert (await desk.ask("start", timer={"name": unique()}, due=SOON))["status"] == "accepted"
     assert [await desk.last_seq(s) for s in (topology.RESUMES, topology.TERMINALS, topology.SCHEDULES)] == counts
     assert subscription.pending_msgs == 0
     assert await desk.last(topology.STATE_STREAM, topology.STATE_PREFIX + "x" * 26) is None
@@ -286,7 +286,7 @@ async def test_a_broken_header_block_harms_nobody(desk: Desk, case: str) -> None
     name = unique()
     publish_raw(_port(desk), SUBJECT.encode(), BLOCKS[case], encoded(start_body(timer={"name": name})))
     await eventually(lambda: desk.state(name_ref(name)), what="the command to take effect")
-    assert (await desk.ask("start", timer={"name": unique()}, due=SOON, within=10))["status"] == "accepted"
+    assert (await desk.ask("start", timer={"name": unique()}, due=SOON))["status"] == "accepted"
 
 
 async def test_ten_thousand_poison_messages_are_settled_and_valid_traffic_goes_on(desk: Desk, service: Service) -> None:
@@ -310,7 +310,7 @@ async def test_ten_thousand_poison_messages_are_settled_and_valid_traffic_goes_o
         assert (await desk.ask("start", timer={"name": unique()}, due=SOON))["status"] == "accepted"
         for name in names:
             assert (await desk.ended(name_ref(name)))["status"] == "completed"
-        assert len({r.resume_id for r in engine.received}) == len(names)
+        assert [len({r.resume_id for r in engine.of(name_ref(name))}) for name in names] == [1] * len(names)
     await eventually(lambda: _empty(desk, topology.COMMANDS), 30, what="all poison settled")
     assert await desk.last_seq(topology.REJECTIONS) == before + 10_000
     assert service.readyz()[0] == 200
@@ -325,8 +325,19 @@ async def _empty(desk: Desk, stream: str) -> bool:
 
 async def test_a_wake_is_never_believed(desk: Desk, service: Service) -> None:
     """Early ones, ones of another generation, of nobody, and garbage change nothing; the timer fires when it is due."""
-    key = {"name": unique()}
-    started = await desk.ask("start", timer=key, due={"delay_ms": 1_500})
+    key, delay_ms = {"name": unique()}, 1_500
+    while not await _still_waits_after_wakes(desk, key, delay_ms):  # a slow machine may need longer to tell
+        key, delay_ms = {"name": unique()}, 4 * delay_ms
+        assert delay_ms < 60_000
+    async with Engine(desk, complete) as engine:
+        await desk.ended(ref_of(key), 40)
+        (received,) = engine.of(ref_of(key))
+        assert 0 <= received.stored_at_ms - received.due_at_ms < 20_000
+
+
+async def _still_waits_after_wakes(desk: Desk, key: dict[str, str], delay_ms: int) -> bool:
+    """False where the timer was due before all wakes were settled."""
+    started = await desk.ask("start", timer=key, due={"delay_ms": delay_ms})
     entry = await desk.entry(ref_of(key))
     assert entry is not None
     good = {"v": 1, "timer_ref": ref_of(key), "generation": 0, "woken_at_ms": now_ms(), "revision": entry.seq}
@@ -342,14 +353,12 @@ async def test_a_wake_is_never_believed(desk: Desk, service: Service) -> None:
         return bool(info.num_pending == 0 and info.num_ack_pending == 0)
 
     await eventually(settled)
-    assert now_ms() < started["due_at_ms"], "too slow a machine to tell"
     state = await desk.state(ref_of(key))
+    if now_ms() >= started["due_at_ms"]:
+        return False
     assert state is not None
     assert (state["phase"], state["fence"]) == ("waiting", 1)
-    async with Engine(desk, complete) as engine:
-        await desk.ended(ref_of(key))
-        (received,) = engine.of(ref_of(key))
-        assert 0 <= received.stored_at_ms - received.due_at_ms < 10_000
+    return True
 
 
 # -- states that can't be read ----------------------------------------------------------------------------------
@@ -383,7 +392,7 @@ async def test_a_state_that_cannot_be_read_is_reported_and_left_alone(desk: Desk
     }
     for kind, body in commands.items():
         assert (await refused(desk, kind, encoded(body)))["code"] == "state_unreadable"
-    assert (await desk.ask("start", timer={"name": unique()}, due=SOON, within=10))["status"] == "accepted"
+    assert (await desk.ask("start", timer={"name": unique()}, due=SOON))["status"] == "accepted"
     entry = await desk.entry(ref_of(key))
     assert entry is not None
     assert (entry.seq, entry.data or b"") == (seq, UNREADABLE_STATES[case])
@@ -395,10 +404,10 @@ async def test_a_state_that_cannot_be_read_is_reported_and_left_alone(desk: Desk
 async def test_a_state_that_goes_bad_while_it_waits_blocks_nobody(desk: Desk, service: Service) -> None:
     """An entry overwritten by garbage does not fire and keeps nobody waiting; purged by hand, it is forgotten."""
     key, name = {"name": unique()}, unique()
-    await desk.ask("start", timer=key, due={"delay_ms": 400})
+    await desk.ask("start", timer=key, due={"delay_ms": 3_000})
     await put_by_hand(desk, ref_of(key), b"\x00")
     async with Engine(desk, complete) as engine:
-        await desk.ask("start", timer={"name": name}, due={"delay_ms": 500})
+        await desk.ask("start", timer={"name": name}, due={"delay_ms": 3_200})
         assert (await desk.ended(name_ref(name)))["status"] == "completed"
         await eventually(lambda: service.details()["problems"] == 1)
         assert engine.of(ref_of(key)) == []

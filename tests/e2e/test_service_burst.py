@@ -19,12 +19,12 @@ async def test_ten_thousand_identical_deadlines(desk: Desk, service: Service, re
     names = [unique() for _ in range(10_000)]
     async with Engine(desk, complete) as engine:
         await desk.send_many("start", [{"timer": {"name": name}, "due": {"at_ms": at_ms}} for name in names])
-        await eventually(lambda: service.details()["armed"] >= len(names), 20)
+        await eventually(lambda: service.details()["armed"] >= len(names), 40)
         await eventually(lambda: engine.received, 20)
         answered_ms = []
         while len(engine.received) < len(names):
             begun = now_ms()
-            outcome = await desk.ask("start", timer={"name": unique()}, due={"delay_ms": HOUR_MS}, within=10)
+            outcome = await desk.ask("start", timer={"name": unique()}, due={"delay_ms": HOUR_MS})
             answered_ms.append(now_ms() - begun)
             assert outcome["status"] == "accepted"
             assert now_ms() < at_ms + 60_000, f"only {len(engine.received)} have fired"

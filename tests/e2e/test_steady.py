@@ -22,14 +22,14 @@ def test_c36_a_quiet_service_is_not_late(steady: Steady, record_property: Any) -
     assert result["started"] >= 45
     assert result["fired"] == result["started"]
     assert (result["twice"], result["early"]) == (0, 0)
-    assert result["max_ms"] < 500 + result["stall_ms"], f"late by a fetch time-out: {result}"
+    assert result["max_ms"] < 2_000 + result["stall_ms"], f"late by a fetch time-out: {result}"
 
 
 def test_the_long_version_runs(tmp_path: Any) -> None:
     """``python -m benchmarks.steady`` measures what it says: a few seconds of the twenty minutes."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.steady", "--minutes", "0.05", "--every", "0.5"],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     result = json.loads(done.stdout)
     assert result["started"] == result["fired"] >= 4, done.stderr

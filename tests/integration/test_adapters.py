@@ -56,7 +56,7 @@ async def until_stored(publisher: Publisher, subject: str, data: bytes) -> None:
             return False
         return True
 
-    await eventually(stored, 10, every=0.01)
+    await eventually(stored, 20, every=0.01)
 
 
 async def restarted(broker: Broker, hard: bool, back: Callable[[], Awaitable[Any]]) -> float:
@@ -82,9 +82,13 @@ async def test_a_publisher_stores_again_after_a_restart(
 
 
 async def test_what_was_in_flight_when_the_broker_died_is_ambiguous_at_once(
-    broker: Broker, connection: Connection, publisher: Publisher
+    broker: Broker,
 ) -> None:
     """Nobody waits out a time-out for a reply that can't come."""
+    connection = Connection(broker.url, name="patient", timeout_ms=60_000)
+    await connection.open()
+    publisher = Publisher(connection)
+    await publisher.start()
     await stream(connection, "A")
     broker.pause()
     pending = [await publisher.send("A.x", b"") for _ in range(100)]
@@ -93,9 +97,10 @@ async def test_what_was_in_flight_when_the_broker_died_is_ambiguous_at_once(
     for one in pending:
         with pytest.raises(Ambiguous):
             await one
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < 30
     assert publisher.in_flight == 0
-    broker.start()
+    await publisher.stop()
+    await connection.close()
 
 
 async def test_a_silent_broker_is_ambiguous_after_the_time_out(broker: Broker) -> None:
@@ -310,7 +315,7 @@ async def test_a_follower_reads_only_the_last_of_each_subject_that_stands(
         done = asyncio.Event()
         follower = Follower(connection, publisher, "A", "A.>", seen.append, done.set, **options)
         await follower.start()
-        await asyncio.wait_for(done.wait(), 5)
+        await asyncio.wait_for(done.wait(), 20)
         assert [change.seq for change in seen] == expected
         await follower.stop()
 

@@ -25,7 +25,7 @@ from timer_service.embedded import (
 
 
 async def connect(broker: EmbeddedBroker) -> Client:
-    return await nats.connect(broker.url, connect_timeout=5, max_reconnect_attempts=0)
+    return await nats.connect(broker.url, connect_timeout=20, max_reconnect_attempts=0)
 
 
 async def put(broker: EmbeddedBroker, text: bytes) -> None:

@@ -459,7 +459,7 @@ async def test_health_and_metrics_are_served(bench: Bench) -> None:
 
 def _status(port: int, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         with error:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-_FREEZE_S = 5.0
+_FREEZE_S = 20.0
 
 
 def _stands(stat: Path) -> bool:

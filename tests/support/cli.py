@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 DURABLE_TIMER = Path(sys.executable).with_name("durable-timer")
-_RUN_S = 30.0
+_RUN_S = 60.0
 _END_S = 20.0
 OUTCOME_FIELDS = [
     "command_id", "status", "code", "message", "timer_ref", "generation", "fence", "phase", "due_at_ms",
@@ -45,7 +45,7 @@ class Cli:
         [line] = done.stdout.splitlines()
         return json.loads(line)
 
-    def until(self, condition: Any, *arguments: str, within_s: float = 10.0) -> Any:
+    def until(self, condition: Any, *arguments: str, within_s: float = 20.0) -> Any:
         """Run a command with ``--json`` until its line satisfies ``condition``; returns that line."""
         deadline = time.monotonic() + within_s
         while True:

@@ -93,7 +93,7 @@ class Cluster:
 
     def _ask(self, n: int, path: str) -> dict[str, Any]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self._monitors[n]}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._monitors[n]}{path}", timeout=20) as answer:
                 return dict(json.loads(answer.read()))
         except OSError:  # HTTPError among them: /healthz says 503 until it has caught up
             return {}

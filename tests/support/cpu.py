@@ -16,6 +16,15 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_S
 
 
+async def rests(pid: int, below: float, *, over_s: float = 2.0, looks: int = 6) -> None:
+    """Hold a process to a part of a core. What spins does so for ever, so one quiet look out of several is enough: a
+    machine that is busy otherwise makes processor time dearer, and what was asked before may not have ended."""
+    shares: list[float] = []
+    while not shares or shares[-1] >= below:
+        assert len(shares) < looks, f"process {pid} takes {shares} of a core, {below} at most is allowed"
+        shares.append(await cpu_share(pid, over_s))
+
+
 async def cpu_share(pid: int, over_s: float) -> float:
     """The part of a core that a process takes while we look: 0.05 is five percent."""
     begun_s, used_s = time.monotonic(), cpu_s(pid)

@@ -55,7 +55,7 @@ class Bench:
 
     async def api(self, name: str, body: object = None) -> dict[str, Any]:
         data = b"" if body is None else json.dumps(body).encode()
-        reply = await self.nats.request(f"$JS.API.{name}", data, timeout=5)
+        reply = await self.nats.request(f"$JS.API.{name}", data, timeout=20)
         answer: dict[str, Any] = json.loads(reply.data)
         assert "error" not in answer, answer
         return answer

@@ -107,7 +107,7 @@ class Consumer:
     def ready(self) -> bool:
         port = self.logged("http.listening")[-1]["port"]
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5) as reply:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=20) as reply:
                 return bool(reply.status == 200)
         except urllib.error.HTTPError as error:
             with error:

@@ -129,7 +129,7 @@ class Service:
         self.port = listening[0]["port"]
         return self
 
-    async def ready(self, within: float = 20.0) -> Service:
+    async def ready(self, within: float = 30.0) -> Service:
         """Wait until /readyz says 200."""
         deadline = time.monotonic() + within
         while True:
@@ -164,7 +164,7 @@ class Service:
         """One request. Raises OSError when nobody listens."""
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data=body, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            with urllib.request.urlopen(request, timeout=20) as answer:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             with error:
@@ -208,12 +208,12 @@ class Service:
         """SIGTERM, without waiting for the end."""
         self._signal(signal.SIGTERM)
 
-    def stop(self, within: float = 20.0) -> int:
+    def stop(self, within: float = 30.0) -> int:
         """SIGTERM, and the exit code."""
         self.terminate()
         return self.wait(within)
 
-    def wait(self, within: float = 20.0) -> int:
+    def wait(self, within: float = 30.0) -> int:
         assert self._process is not None
         return self._process.wait(within)
 
@@ -297,25 +297,29 @@ class Desk:
 
     # -- commands ---------------------------------------------------------------------------------------------
 
-    async def ask(self, kind: str, /, *, within: float = 15.0, **body: Any) -> dict[str, Any]:
+    async def ask(self, kind: str, /, *, within: float = 20.0, **body: Any) -> dict[str, Any]:
         """Publish a command (``v`` and ``command_id`` are filled in) and return its outcome."""
         return await self.ask_raw(f"durable_timer.commands.{kind}.v1", encoded(body), within=within)
 
     async def ask_raw(
-        self, subject: str, data: bytes, headers: dict[str, str] | None = None, *, within: float = 15.0
+        self, subject: str, data: bytes, headers: dict[str, str] | None = None, *, within: float = 20.0
     ) -> dict[str, Any]:
         """Publish these bytes as a command and return the outcome."""
         return await (await self.asked(subject, data, headers)).outcome(within)
 
     async def asked(self, subject: str, data: bytes, headers: dict[str, str] | None = None) -> Asked:
-        """Publish, and collect the outcomes later. Publishes again until the broker says that it has it."""
+        """Publish, and collect the outcomes later. Publishes again until the broker says that it has it; the broker
+        stores it once, also when its answer takes longer than that."""
         reply = f"{self._inbox}.{uuid.uuid4().hex}"
         queue = self._waiting[reply] = asyncio.Queue()
 
         async def stored() -> bool:
             try:
                 await self.js.publish(
-                    subject, data, timeout=1, headers={"Durable-Timer-Reply": reply, **(headers or {})}
+                    subject,
+                    data,
+                    timeout=1,
+                    headers={"Durable-Timer-Reply": reply, "Nats-Msg-Id": reply, **(headers or {})},
                 )
             except nats.errors.Error:
                 return False
@@ -407,7 +411,7 @@ class Asked:
     queue: asyncio.Queue[dict[str, Any]]
     seen: list[dict[str, Any]] = field(default_factory=list)
 
-    async def outcome(self, within: float = 15.0) -> dict[str, Any]:
+    async def outcome(self, within: float = 20.0) -> dict[str, Any]:
         """The next outcome."""
         try:
             outcome = await asyncio.wait_for(self.queue.get(), within)
@@ -419,7 +423,7 @@ class Asked:
 
 def publish_raw(port: int, subject: bytes, headers: bytes, body: bytes) -> None:
     """Publish bytes that no client library would write, and wait until the broker has read them."""
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         connection.recv(65_536)
         size = len(headers)
         connection.sendall(

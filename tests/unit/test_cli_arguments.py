@@ -42,7 +42,7 @@ def test_instants_are_rfc_3339_or_from_now() -> None:
     """A date-time with offset, or a duration from now."""
     assert instant_ms("1970-01-01T01:00:01+01:00") == 1_000
     now_ms = SystemClock().now_ms()
-    assert 0 <= instant_ms("10m") - now_ms - 600_000 < 5_000
+    assert 0 <= instant_ms("10m") - now_ms - 600_000 < 60_000
     with pytest.raises(typer.BadParameter):
         instant_ms("tomorrow")
 

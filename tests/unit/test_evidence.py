@@ -102,7 +102,7 @@ async def run(feed: _Feed, states: list[StreamState], looks: int) -> None:
         snapshot_grace_ms=1_000,
     )
     running = asyncio.create_task(reconciler.run())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await done.wait()
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):

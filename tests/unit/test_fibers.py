@@ -133,7 +133,7 @@ async def test_a_fiber_may_wait_for_the_loop():
     start_fiber(work(), ended)
     assert got == []
     asyncio.get_running_loop().call_later(0.005, future.set_result, 2)
-    await asyncio.wait_for(done.wait(), 5)
+    await asyncio.wait_for(done.wait(), 20)
     assert got == ["turn", 2, 3]
     assert ended.errors == [None]
 
@@ -153,7 +153,7 @@ async def test_the_error_of_a_future_reaches_the_fiber():
 
     start_fiber(work(), ended)
     future.set_exception(ValueError("no"))
-    await asyncio.wait_for(done.wait(), 5)
+    await asyncio.wait_for(done.wait(), 20)
     assert isinstance(errors[0], ValueError)
 
 

@@ -559,7 +559,7 @@ async def test_a_cancellation_is_never_missed(stage: Stage) -> None:
     await until(lambda: relay._woken._waiters)
     relay.wake()
     stage.tasks[relay].cancel()
-    await asyncio.wait({stage.tasks[relay]}, timeout=5)
+    await asyncio.wait({stage.tasks[relay]}, timeout=20)
     assert stage.tasks[relay].cancelled()
 
 
