@@ -23,7 +23,7 @@ import msgspec
 
 from timer_service.domain.codes import Code, Status
 from timer_service.domain.identity import TimerRef, derive_timer_ref, is_timer_ref
-from timer_service.domain.model import JsonText
+from timer_service.domain.model import JsonText, Order
 from timer_service.errors import BrokerError, CommandRejected, NotStored, OutcomeUnknown, Unavailable
 from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection
@@ -34,24 +34,35 @@ from timer_service.sleeping import Sleep, SleepKey, delay_of, sleep_key
 from timer_service.urls import shown_url
 from timer_service.wire.bodies import KeyBody
 from timer_service.wire.canonical import exact_json, strict_loads
-from timer_service.wire.commands import Kind, timer_key
+from timer_service.wire.commands import BadCommand, Envelope, Kind, read_command, timer_key
 from timer_service.wire.records import Outcome, encode
 
 DEFAULT_TIMEOUT_MS = 15_000
 DEFAULT_REPLY_PREFIX = "_INBOX."
 _outcomes = msgspec.json.Decoder(Outcome)
+_UNSENT = Envelope(Order(0, 0), 0)
 
 TimerName = str | Mapping[str, str]
 """A timer_ref, or a key object: ``{"name": …}`` or the four lineage parts."""
 
 
 def timer_ref_of(timer: TimerName) -> TimerRef:
-    """The timer_ref of a key object; a timer_ref stays as it is. Raises ValueError."""
+    """The timer_ref of a key object; a timer_ref stays as it is. Raises ValueError, TypeError."""
     if isinstance(timer, str):
         if not is_timer_ref(timer):
             raise ValueError(f"{timer!r} is not a timer_ref; give a key object such as {{'name': …}}")
         return TimerRef(timer)
-    return derive_timer_ref(timer_key(msgspec.convert(dict(timer), KeyBody)))
+    try:
+        return derive_timer_ref(timer_key(msgspec.convert(key_body(timer), KeyBody)))
+    except BadCommand as bad:
+        raise ValueError(bad.message) from None
+
+
+def key_body(timer: Mapping[str, str]) -> dict[str, str]:
+    """A key object as it is sent. Raises TypeError for what is none: a timer_ref can't be started."""
+    if not isinstance(timer, Mapping):
+        raise TypeError(f"{timer!r} is not a key object such as {{'name': …}}")
+    return dict(timer)
 
 
 def due_body(delay_ms: int | None, at: datetime | str | None, at_ms: int | None) -> dict[str, Any] | None:
@@ -63,6 +74,15 @@ def due_body(delay_ms: int | None, at: datetime | str | None, at_ms: int | None)
     given = {"delay_ms": delay_ms, "at": at, "at_ms": at_ms}
     due = {name: value for name, value in given.items() if value is not None}
     return due or None
+
+
+def _check(kind: Kind, data: bytes) -> None:
+    """Raises CommandRejected for what every service would refuse, whatever the timer's state."""
+    try:
+        read_command(topology.command_subject(kind), data, _UNSENT)
+    except BadCommand as bad:
+        nothing = (bad.timer_ref, None, None, None, None)
+        raise CommandRejected(Outcome(bad.command_id, Status.REJECTED, bad.code, bad.message, *nothing)) from None
 
 
 class TimerClient:
@@ -82,7 +102,7 @@ class TimerClient:
         self._publisher = Publisher(connection)
         self._timeout_ms = timeout_ms
         self._reply_prefix = reply_prefix
-        self._waiting: dict[str, asyncio.Future[Outcome]] = {}
+        self._waiting: dict[str, asyncio.Future[Outcome | None]] = {}
         self._inbox = ""
         self._owns_connection = False
 
@@ -100,7 +120,8 @@ class TimerClient:
         """Connect. Raises Unavailable when the broker is not there within ``connect_timeout_ms``."""
         connection = Connection(url, name=name, creds=creds)
         try:
-            await asyncio.wait_for(connection.open(), connect_timeout_ms / 1000)
+            async with asyncio.timeout(connect_timeout_ms / 1000):  # wait_for may swallow a cancel
+                await connection.open()
         except (TimeoutError, OSError):
             raise Unavailable(f"no broker at {shown_url(url)}: {connection.last_error or 'no answer'}") from None
         client = cls(connection, timeout_ms=timeout_ms, reply_prefix=reply_prefix)
@@ -115,12 +136,20 @@ class TimerClient:
         await self._connection.subscribe(f"{self._inbox}.*", self._on_outcome)
 
     async def close(self) -> None:
-        """Close what ``connect`` opened. Repeating it does nothing."""
+        """Close what ``connect`` opened. Repeating it does nothing.
+
+        Calls that are under way raise OutcomeUnknown, NotStored or, where no command is sent, a BrokerError.
+        """
         await self._publisher.stop()
-        for future in self._waiting.values():
-            future.cancel()
+        self._give_up()
         if self._owns_connection:
             await self._connection.close()
+
+    def _give_up(self) -> None:
+        """No outcome will be heard any more."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_result(None)
 
     async def __aenter__(self) -> TimerClient:
         return self
@@ -155,7 +184,7 @@ class TimerClient:
         ``wait=False`` it returns None as soon as the broker has stored the command.
         """
         body = {
-            "timer": dict(timer),
+            "timer": key_body(timer),
             "due": due_body(delay_ms, at, at_ms),
             "max_retries": max_retries,
             "payload": payload,
@@ -177,12 +206,7 @@ class TimerClient:
         timeout_ms: int | None = None,
     ) -> Outcome | None:
         """Cancel a waiting timer. The code ``too_late`` in the outcome says that it had elapsed: the resume stands."""
-        body = {
-            "timer_ref": timer_ref_of(timer),
-            "generation": generation,
-            "reason": reason,
-            "wait_ms": wait_ms,
-        }
+        body = {"timer_ref": timer_ref_of(timer), "generation": generation, "reason": reason, "wait_ms": wait_ms}
         return await self.send("cancel", body, command_id=command_id, wait=wait, timeout_ms=timeout_ms)
 
     async def delete(self, timer: TimerName, *, reason: str | None = None) -> bool:
@@ -223,12 +247,8 @@ class TimerClient:
         timeout_ms: int | None = None,
     ) -> Outcome | None:
         """Answer a resume: wait again. Without a due time the last delay is repeated."""
-        body = {
-            "timer_ref": timer_ref_of(timer),
-            "generation": generation,
-            "fence": fence,
-            "due": due_body(delay_ms, at, at_ms),
-        }
+        due = due_body(delay_ms, at, at_ms)
+        body = {"timer_ref": timer_ref_of(timer), "generation": generation, "fence": fence, "due": due}
         return await self.send("retry", body, command_id=command_id, wait=wait, timeout_ms=timeout_ms)
 
     async def fail(
@@ -264,37 +284,49 @@ class TimerClient:
     ) -> Outcome | None:
         """Publish any command; ``v`` and, when absent, a ``command_id`` are filled in.
 
-        Raises CommandRejected, OutcomeUnknown (stored, no outcome within ``timeout_ms``) or NotStored.
+        Raises CommandRejected, OutcomeUnknown (stored, no outcome within ``timeout_ms``), NotStored, or ValueError
+        for what is no JSON. With ``wait=False`` nobody would hear of a refusal: there what no service can read is
+        refused before it is sent, by CommandRejected too.
         """
-        chosen = command_id or body.get("command_id") or uuid.uuid4().hex
+        given = body.get("command_id") if command_id is None else command_id
+        chosen = uuid.uuid4().hex if given is None else given
         data = exact_json({**body, "v": 1, "command_id": chosen})
         if not wait:
-            await self._store(kind, data, {})
+            _check(kind, data)
+            await self._confirmed(kind, data, {}, chosen)
             return None
         reply, future = self._expect()
         try:
-            await self._store(kind, data, {topology.REPLY_HEADER: reply})
-            async with asyncio.timeout((timeout_ms or self._timeout_ms) / 1000):
+            await self._confirmed(kind, data, {topology.REPLY_HEADER: reply}, chosen)
+            async with asyncio.timeout((self._timeout_ms if timeout_ms is None else timeout_ms) / 1000):
                 outcome = await future
         except TimeoutError:
-            raise OutcomeUnknown(chosen, str(body.get("timer_ref", ""))) from None
+            outcome = None
         finally:
             self._waiting.pop(reply, None)
+        if outcome is None:
+            raise OutcomeUnknown(chosen, str(body.get("timer_ref", "")))
         if outcome.status == Status.REJECTED:
             raise CommandRejected(outcome)
         return outcome
 
-    def _expect(self) -> tuple[str, asyncio.Future[Outcome]]:
+    def _expect(self) -> tuple[str, asyncio.Future[Outcome | None]]:
         reply = f"{self._inbox}.{uuid.uuid4().hex}"
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
         self._waiting[reply] = future
         return reply, future
 
-    async def _store(self, kind: Kind, data: bytes, headers: dict[str, str]) -> None:
+    async def _confirmed(self, kind: Kind, data: bytes, headers: dict[str, str], command_id: str) -> None:
         try:
-            await self._publisher.publish(topology.command_subject(kind), data, headers or None)
+            await self._store(kind, data, headers)
         except BrokerError as error:
-            raise NotStored(f"the broker did not confirm the {kind}: {error}") from error
+            raise NotStored(f"the broker did not confirm the {kind}: {error}", command_id) from error
+
+    async def _store(self, kind: Kind, data: bytes, headers: dict[str, str]) -> None:
+        subject = topology.command_subject(kind)
+        if not topology.is_literal_subject(subject):
+            raise ValueError(f"{kind!r} is not a kind of command")
+        await self._publisher.publish(subject, data, headers or None)
 
     async def _on_outcome(self, message: Any) -> None:
         future = self._waiting.pop(message.subject, None)
@@ -306,7 +338,8 @@ class TimerClient:
     async def get(self, timer: TimerName, *, payload: bool = True) -> dict[str, Any] | None:
         """The timer as it is stored: its live state, else its newest terminal record (with ``status``), else None.
 
-        A payload that is kept beside the state is fetched too, unless ``payload`` is False.
+        A payload that is kept beside the state is fetched too, unless ``payload`` is False. Raises ValueError for
+        what names no timer, UnreadableState, and BrokerError when the broker does not answer.
         """
         stored = await self._stored(timer_ref_of(timer))
         if stored.timer is None:
@@ -356,6 +389,7 @@ class TimerClient:
 
         subscription = await self._connection.subscribe(topology.state_subject(timer_ref), heard)
         self._connection.on_returned(listener)
+        self._connection.on_lost(listener)  # for good, perhaps
         try:
             with contextlib.suppress(BrokerError):  # the broker is away: it hears of the subscription when it returns
                 await self._connection.flush()

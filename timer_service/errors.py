@@ -17,7 +17,7 @@ DurableTimerError
 └── ClientError              what ``TimerClient`` raises
     ├── CommandRejected      settled as rejected; ``code`` and ``outcome`` say why
     ├── OutcomeUnknown       stored, but no outcome came in time: repeat with the same command_id
-    ├── NotStored            the broker did not take the command
+    ├── NotStored            the broker did not confirm the command: repeat with the same command_id
     └── SleepInterrupted     the timer of a sleep was cancelled, replaced, or failed by hand
 """
 
@@ -128,7 +128,14 @@ class OutcomeUnknown(ClientError):
 
 
 class NotStored(ClientError):
-    """The broker did not take the command; repeating it with the same ``command_id`` is safe."""
+    """The broker did not confirm the command. When only its reply was lost (the cause is Ambiguous) it may have it.
+
+    Repeating it with the same ``command_id`` is safe either way.
+    """
+
+    def __init__(self, message: str, command_id: str = "") -> None:
+        super().__init__(message)
+        self.command_id = command_id
 
 
 class SleepInterrupted(ClientError):

@@ -33,9 +33,9 @@ SleepKey = str | Mapping[str, str]
 """A name, which is taken in a namespace of its own (``sleep``), or the key object of any timer."""
 
 
-def sleep_key(key: SleepKey) -> dict[str, str]:
+def sleep_key(key: SleepKey) -> Mapping[str, str]:
     """The key object of the timer that a sleep on ``key`` waits for."""
-    return {"namespace": SLEEP_NAMESPACE, "name": key} if isinstance(key, str) else dict(key)
+    return {"namespace": SLEEP_NAMESPACE, "name": key} if isinstance(key, str) else key
 
 
 def delay_of(duration: int | timedelta) -> int:

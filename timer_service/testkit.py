@@ -248,16 +248,18 @@ class MemoryClient(TimerClient):
         super().__init__(Connection("memory", name="testkit"))
         self._service = service
         self._inbox = f"{_REPLIES}{id(self)}"
+        self._sleeping: list[Callable[[], None]] = []
         self._closed = False
 
     async def open(self) -> None:
         """Nothing to do."""
 
     async def close(self) -> None:
-        """Whoever still waits for an outcome is cancelled."""
+        """Calls that are under way end with the same errors as on a broker."""
         self._closed = True
-        for future in self._waiting.values():
-            future.cancel()
+        self._give_up()
+        for listener in list(self._sleeping):
+            listener()
 
     @property
     def closed(self) -> bool:
@@ -288,8 +290,12 @@ class MemoryClient(TimerClient):
 
     @contextlib.asynccontextmanager
     async def watching(self, timer_ref: TimerRef, listener: Callable[[], None]) -> AsyncIterator[None]:
+        self._sleeping.append(listener)
         with self._service.listening(timer_ref, listener):
-            yield
+            try:
+                yield
+            finally:
+                self._sleeping.remove(listener)
 
 
 class _Publicity(MemoryPublicity):

@@ -93,6 +93,24 @@ class _Client(Client):
         reading = super()._process_headers(headers)
         return reading if not headers or headers[8:10] == b"\r\n" else _none_if_unreadable(reading)
 
+    async def _process_pong(self) -> None:
+        """nats-py stops reading for good at the pong of a flush that was given up: let one come that nobody awaits."""
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
+    async def flush(self, timeout: float = 10) -> None:
+        """As nats-py's, but for its ``wait_for``, which before Python 3.12 swallows a cancel that meets the pong."""
+        if self.is_closed:
+            raise nats.errors.ConnectionClosedError
+        pong: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._send_ping(pong)
+                await pong
+        except TimeoutError:
+            raise nats.errors.FlushTimeoutError from None
+
     async def subscribe_again(self) -> None:
         """Repeat every subscription. The broker ignores those it has, and so takes what it refused before."""
         for subscription in list(self._subs.values()):
@@ -163,7 +181,7 @@ class Connection:
             self.last_error = str(error)  # the broker is away; what was not written is lost either way
 
     @property
-    def client(self) -> Client:
+    def client(self) -> _Client:
         if self._client is None:
             raise Unavailable(f"not connected to {shown_url(self.url)} yet")
         return self._client
@@ -203,8 +221,14 @@ class Connection:
         self._returned = [known for known in self._returned if known != listener]
 
     async def subscribe(self, subject: str, callback: Callable[[Any], Awaitable[None]]) -> Any:
-        """A plain subscription without limits of its own: those who ask for messages bound what is on its way."""
-        return await self.client.subscribe(subject, cb=callback, pending_msgs_limit=0, pending_bytes_limit=0)
+        """A plain subscription without limits of its own: those who ask for messages bound what is on its way.
+
+        Raises Unavailable when the connection is closed.
+        """
+        try:
+            return await self.client.subscribe(subject, cb=callback, pending_msgs_limit=0, pending_bytes_limit=0)
+        except (nats.errors.Error, OSError) as error:
+            raise Unavailable(f"{subject}: {error!r}") from error
 
     async def unsubscribe(self, subscription: Any) -> None:
         """End a subscription; one that ended with its connection is left as it is."""
@@ -224,10 +248,9 @@ class Connection:
 
     async def flush(self) -> None:
         """Returns when the broker has taken, or refused, all that was sent. Raises Ambiguous, Unavailable."""
-        timeout_s: Any = self.timeout_s  # nats-py's annotation wants whole seconds
         try:
-            await self.client.flush(timeout_s)  # nats-py sends this ping ahead of what it has still to send
-            await self.client.flush(timeout_s)
+            await self.client.flush(self.timeout_s)  # nats-py sends this ping ahead of what it has still to send
+            await self.client.flush(self.timeout_s)
         except (nats.errors.TimeoutError, TimeoutError):
             raise Ambiguous(f"the broker does not answer within {self.timeout_s:g} s") from None
         except (nats.errors.Error, OSError) as error:
