@@ -66,11 +66,11 @@ class SystemClock:
 class OffsetClock:
     """A base clock plus an offset that only grows; ``on_shift`` callbacks run after each shift.
 
-    They also run after each jump of a base that tells of its own.
+    They also run after each jump of a base that tells of its own. The base is a ``SystemClock`` when none is given.
     """
 
-    def __init__(self, base: Clock) -> None:
-        self._base = base
+    def __init__(self, base: Clock | None = None) -> None:
+        self._base = base = SystemClock() if base is None else base
         self._lock = threading.Lock()
         self._listeners = _Listeners()
         self.offset_ms = 0
@@ -85,9 +85,11 @@ class OffsetClock:
     def shift(self, by_ms: int) -> int:
         """Move forward by ``by_ms`` and return the total offset.
 
-        ValueError, with nothing changed, when it is negative or the total would exceed ``MAX_OFFSET_MS``. When
-        listeners raise, the clock has moved and all have heard: an ExceptionGroup of what they raised.
+        ValueError, with nothing changed, when it is negative or the total would exceed ``MAX_OFFSET_MS``, TypeError
+        unless it is an int. When listeners raise, the clock has moved and all have heard: an ExceptionGroup of what
+        they raised.
         """
+        _check_ms(by_ms)
         if by_ms < 0:
             raise ValueError("time never goes back: the offset must not be negative")
         with self._lock:
@@ -107,6 +109,7 @@ class ManualClock:
     """A clock that stands until it is told otherwise; for tests."""
 
     def __init__(self, now_ms: int = 0) -> None:
+        _check_ms(now_ms)
         self._now_ms = now_ms
         self._lock = threading.Lock()
         self._listeners = _Listeners()
@@ -118,18 +121,33 @@ class ManualClock:
     def advance(self, by_ms: int) -> None:
         """Let ``by_ms`` pass, 0 included.
 
-        ValueError, with nothing changed, when it is negative. When listeners raise, the clock has moved and all have
-        heard: an ExceptionGroup of what they raised.
+        ValueError, with nothing changed, when it is negative, TypeError unless it is an int. When listeners raise, the
+        clock has moved and all have heard: an ExceptionGroup of what they raised.
         """
+        _check_ms(by_ms)
         if by_ms < 0:
             raise ValueError("time never goes back")
         with self._lock:
             self._now_ms += by_ms
         self._listeners.tell()
 
+    def set(self, now_ms: int) -> None:
+        """Let time pass until it is ``now_ms``; otherwise as ``advance``."""
+        _check_ms(now_ms)
+        with self._lock:
+            if now_ms < self._now_ms:
+                raise ValueError("time never goes back")
+            self._now_ms = now_ms
+        self._listeners.tell()
+
     def on_shift(self, listener: Callable[[], None]) -> Callable[[], None]:
         """``listener`` is called after every advance, until what this returns is called."""
         return self._listeners.add(listener)
+
+
+def _check_ms(value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):  # NaN passes every comparison that would refuse it
+        raise TypeError(f"milliseconds are an int, not {type(value).__name__}")
 
 
 class _Listeners:

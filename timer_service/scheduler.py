@@ -91,7 +91,7 @@ class TimerQueue(Generic[K]):
         loop = self._loop
         if threading.get_ident() == self._thread:
             self._changed.set()
-        elif loop is not None:
+        elif loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._changed.set)
 
     async def run(self, fire: Callable[[K], object]) -> None:
@@ -107,15 +107,17 @@ class TimerQueue(Generic[K]):
 
         AlreadyRunning, with nothing changed, while another ``run`` of this queue is under way.
         """
-        if self._loop is not None:
+        if self._loop is not None and not self._loop.is_closed():  # a loop closed over its run left it unfinished
             raise AlreadyRunning("this queue is being run already")
+        loop = asyncio.get_running_loop()
         forget = self._clock.on_shift(self.wake) if isinstance(self._clock, ShiftingClock) else None
-        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._loop, self._thread = loop, threading.get_ident()
         self._changed = asyncio.Event()  # an Event belongs to the loop that first waited for it
         try:
-            await self._drive(self._loop, fire)
+            await self._drive(loop, fire)
         finally:
-            self._loop, self._thread = None, 0
+            if self._loop is loop:
+                self._loop, self._thread = None, 0
             if forget is not None:
                 forget()
 
@@ -207,9 +209,11 @@ class DelayedScheduler(Generic[Id]):
         """Run ``callback`` once when ``due`` has come. A pending ``id`` gets both anew, in one step. O(log n).
 
         An id whose callback is claimed is not pending any more: it is scheduled beside. Raises, with nothing changed,
-        SchedulerFull for a new id at capacity, TypeError unless ``due`` is an int.
+        SchedulerFull for a new id at capacity, TypeError unless ``due`` is an int and ``callback`` can be called.
         """
         _check_time(due)
+        if not callable(callback):
+            raise TypeError(f"a callback is called without arguments; a {type(callback).__name__} can't be")
         with self._lock:
             pending = self._pending.get(id)
             if pending is not None:

@@ -302,3 +302,37 @@ def test_two_threads_never_see_it_go_back():
     threads[0].join(20)
     seen.append(clock.now_ms())
     assert seen == [1_700_000_060_000, 1_700_003_660_000, 1_700_003_660_000]
+
+
+# ── odd arguments, and what may be left out ─────────────────────────────────────────────────────────────────
+
+
+def test_an_offset_stands_on_the_wall_clock_by_itself():
+    """Without a base it is the machine's own."""
+    before_ms = SystemClock().now_ms()
+    clock = OffsetClock()
+    clock.shift(60_000)
+    assert clock.now_ms() >= before_ms + 60_000
+    assert clock.offset_ms == 60_000
+
+
+def test_a_manual_clock_can_be_set():
+    """To any later time, and to the same; never back."""
+    clock, heard = ManualClock(10), []
+    clock.on_shift(lambda: heard.append(clock.now_ms()))
+    clock.set(15)
+    clock.set(15)
+    with pytest.raises(ValueError, match="never goes back"):
+        clock.set(14)
+    assert (clock.now_ms(), heard) == (15, [15, 15])
+
+
+@pytest.mark.parametrize("odd", [1.0, float("nan"), True, "1", None])
+def test_milliseconds_are_integers(odd: int):
+    """Anything else moves nothing: with NaN the clock would never show a time again."""
+    manual = ManualClock(10)
+    clock = OffsetClock(manual)
+    for call in (clock.shift, manual.advance, manual.set, ManualClock):
+        with pytest.raises(TypeError, match="are an int"):
+            call(odd)
+    assert (clock.now_ms(), clock.offset_ms) == (10, 0)

@@ -6,6 +6,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -344,6 +345,18 @@ def test_a_due_time_is_an_integer(runs: Runs, due: int):
         with pytest.raises(TypeError, match="a time is an int"):
             runs.scheduler.schedule(id, due, lambda: pytest.fail("was refused"))
     assert len(runs.scheduler) == 1
+    runs.scheduler.run_due(5)
+    assert runs.ran == ["old"]
+
+
+@pytest.mark.parametrize("odd", [None, "print", 5])
+def test_a_callback_can_be_called(runs: Runs, odd: Any):
+    """Refused when it is scheduled: when it is due it would take the rest of its snapshot with it."""
+    runs.add("old", 5)
+    for id in ("old", "new"):
+        with pytest.raises(TypeError, match="a callback"):
+            runs.scheduler.schedule(id, 1, odd)
+    assert (len(runs.scheduler), runs.scheduler.next()) == (1, 5)
     runs.scheduler.run_due(5)
     assert runs.ran == ["old"]
 

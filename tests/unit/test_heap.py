@@ -277,3 +277,13 @@ def test_the_work_is_logarithmic_and_a_build_linear():
         assert comparisons(heap.remove, entry) <= most
         assert comparisons(heap.push, entry) <= most
     assert all(comparisons(heap.pop) <= most for _ in range(300))
+
+
+def test_a_heap_may_be_made_of_entries_at_once():
+    """As ``build`` does, in the order of a build and with the same refusals."""
+    entries = [Entry(key, at, seq) for seq, (key, at) in enumerate(zip("abcde", (5, 3, 8, 3, 1), strict=True))]
+    heap = IndexedHeap(entries)
+    assert heap.items()[0] == "e"
+    assert [entry.index for entry in sorted(entries, key=lambda entry: entry.index)] == list(range(5))
+    with pytest.raises(ValueError, match="in a heap already"):
+        IndexedHeap(entries)

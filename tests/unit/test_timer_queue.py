@@ -331,6 +331,40 @@ def test_one_loop_after_the_other():
     assert fired == ["a", "b"]
 
 
+def in_a_thread(call: Callable[[int], object], argument: int) -> None:
+    thread = threading.Thread(target=call, args=(argument,))
+    thread.start()
+    thread.join()
+
+
+def test_a_loop_that_was_closed_over_its_run_holds_nobody_up():
+    """The clock may be moved all the same, and the queue runs on another loop."""
+    clock, fired = ManualClock(), list[str]()
+    queue: TimerQueue[str] = TimerQueue(clock)
+    queue.schedule("a", 5)
+    abandoned = asyncio.new_event_loop()
+    left = abandoned.create_task(queue.run(fired.append))
+    abandoned.run_until_complete(rounds())
+    abandoned.close()
+    in_a_thread(clock.advance, 5)
+
+    async def story() -> None:
+        task = asyncio.create_task(queue.run(fired.append))
+        await rounds()
+        left.get_coro().close()  # as the garbage collector would, sooner or later
+        queue.schedule("b", 10)
+        in_a_thread(clock.advance, 5)
+        await rounds()
+        with pytest.raises(AlreadyRunning):
+            await queue.run(fired.append)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(story())
+    assert fired == ["a", "b"]
+    left._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
 async def test_a_run_that_ended_is_forgotten_by_the_clock():
     """A clock that outlives many runs keeps none of them."""
     clock = ManualClock()

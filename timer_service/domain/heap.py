@@ -36,22 +36,22 @@ class IndexedHeap(Generic[K]):
 
     __slots__ = ("_array",)
 
-    def __init__(self) -> None:
-        self._array: list[Entry[K]] = []
-
-    @classmethod
-    def build(cls, entries: Iterable[Entry[K]]) -> "IndexedHeap[K]":
-        """Return a heap of `entries`, in O(n).
+    def __init__(self, entries: Iterable[Entry[K]] = ()) -> None:
+        """A heap of `entries`, built in O(n).
 
         ValueError, with no entry changed, if one of them is in a heap already or comes twice.
         """
-        heap = cls()
-        heap._array = array = list(entries)
+        self._array: list[Entry[K]] = list(entries)
+        array = self._array
         _number(array)
         # The second half are leaves. Going backwards, both children of a position are heaps when it sinks.
         for index in range(len(array) // 2 - 1, -1, -1):
             _sink(array, index, array[index])
-        return heap
+
+    @classmethod
+    def build(cls, entries: Iterable[Entry[K]]) -> "IndexedHeap[K]":
+        """The same under a name of its own: return a heap of `entries`, in O(n)."""
+        return cls(entries)
 
     def __len__(self) -> int:
         return len(self._array)
