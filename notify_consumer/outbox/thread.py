@@ -7,14 +7,17 @@ function of (connection, now_ms); the store's clock is read once a transaction, 
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from notify_consumer import events
 from notify_consumer.errors import OutboxError, OutboxUnavailable
 from notify_consumer.outbox.schema import migrate
+from timer_service.logs import get_logger
 
 T = TypeVar("T")
 Job = Callable[[sqlite3.Connection, int], T]
@@ -22,10 +25,16 @@ Job = Callable[[sqlite3.Connection, int], T]
 BUSY_TIMEOUT_MS = 2_000
 _NOW = "SELECT CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER)"
 _Waiting = tuple[Job[Any], bool, "asyncio.Future[Any]"]
+_File = tuple[int, int]
+"""Which file it is, whatever its name."""
 
 
 class SqliteThread:
-    """Runs jobs on the database at ``path``, which is opened (and opened again after a failure) when needed."""
+    """Runs jobs on the database at ``path``, which is opened (and opened again after a failure) when needed.
+
+    So it is where the file was deleted, or another one put in its place: what is written into one that has no name any
+    more is on the disk, but nobody finds it there. That is looked at before each transaction.
+    """
 
     def __init__(self, path: str, prepare: Job[None], *, create: bool = True) -> None:
         self._path = path
@@ -35,6 +44,7 @@ class SqliteThread:
         self._queue: list[_Waiting] = []
         self._worker: asyncio.Task[None] | None = None
         self._connection: sqlite3.Connection | None = None
+        self._file: _File | None = None
         self._closed = False
 
     async def read(self, job: Job[T]) -> T:
@@ -90,7 +100,7 @@ class SqliteThread:
             return [OutboxUnavailable(f"{self._path}: {error!r}") for _ in batch]
 
     def _transaction(self, batch: list[_Waiting]) -> list[Any]:
-        connection = self._connection or self._connect()
+        connection = self._found() or self._connect()
         connection.execute("BEGIN IMMEDIATE" if any(writes for _, writes, _ in batch) else "BEGIN")
         try:
             (now_ms,) = connection.execute(_NOW).fetchone()
@@ -101,6 +111,13 @@ class SqliteThread:
                 connection.execute("ROLLBACK")
             raise
         return results
+
+    def _found(self) -> sqlite3.Connection | None:
+        """The connection, as far as it leads to the file that is there."""
+        if self._connection is not None and (self._file is None or self._file != _file(self._path)):
+            get_logger().error(events.OUTBOX_LOST, file=self._path)
+            self._disconnect()  # SQLite leaves the log of whatever has the file's name now alone
+        return self._connection
 
     def _connect(self) -> sqlite3.Connection:
         path = Path(self._path).absolute()
@@ -120,13 +137,21 @@ class SqliteThread:
         except BaseException:
             connection.close()
             raise
-        self._connection = connection
+        self._connection, self._file = connection, _file(self._path)
         return connection
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
+
+
+def _file(path: str) -> _File | None:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _result(job: Job[Any], connection: sqlite3.Connection, now_ms: int) -> Any:

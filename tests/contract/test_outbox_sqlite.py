@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from notify_consumer.errors import OutboxUnavailable
+from notify_consumer.errors import LeaseLost, OutboxUnavailable
 from notify_consumer.outbox import thread
 from notify_consumer.outbox.base import Feedback, NewRow, State
-from notify_consumer.outbox.schema import MIGRATIONS
+from notify_consumer.outbox.schema import MIGRATIONS, migrate
 from notify_consumer.outbox.sqlite import SqliteOutbox
 from tests.support.notify import new_row, until
 
@@ -52,6 +52,44 @@ async def test_commits_reach_the_disk(outbox: SqliteOutbox) -> None:
         lambda db, _: tuple(db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous"))
     )
     assert (journal, synchronous) == ("wal", 2)
+
+
+def _delete(path: Path) -> None:
+    for each in path.parent.glob("outbox.db*"):
+        each.unlink()
+
+
+def _delete_but_for_the_log(path: Path) -> None:
+    path.unlink()
+
+
+def _put_another_in_its_place(path: Path) -> None:
+    other = path.with_name("other")
+    with sqlite3.connect(other) as connection:
+        migrate(connection)
+    connection.close()
+    _delete(path)
+    other.replace(path)
+
+
+@pytest.mark.parametrize("damage", [_delete, _delete_but_for_the_log, _put_another_in_its_place])
+async def test_a_file_that_is_gone_is_made_anew(
+    outbox: SqliteOutbox, path: Path, damage: Callable[[Path], None]
+) -> None:
+    """What is confirmed is in the file that has the name, where the next process looks; what was claimed is lost."""
+    second = SqliteOutbox(str(path))  # closes the old file when the first one has the new one open
+    await outbox.insert([new_row("a")])
+    (claim,) = await outbox.claim("me", {"x": 1}, LONG_MS)
+    await second.open()
+    damage(path)
+    for store, row in ((outbox, new_row("b")), (second, new_row("c"))):
+        assert await store.insert([row]) == {row.resume_id}
+    with pytest.raises(LeaseLost):
+        await outbox.store_outcome(claim, Feedback("complete", {}))
+    other = SqliteOutbox(str(path), create=False)
+    assert (await other.counts())[State.PENDING] == 2
+    for each in (second, other):
+        await each.close()
 
 
 async def test_a_locked_file_is_unavailable_and_comes_back(
