@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from nats.aio.msg import Msg
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.broker import Broker
@@ -134,3 +135,21 @@ async def test_every_metric_of_the_contract(desk: Desk, service: Service, timers
     assert service.metric("durable_timer_armed") >= 1
     assert service.metric("durable_timer_admission_open") == 1
     await eventually(lambda: service.metric("durable_timer_problems") == 0)
+
+
+async def test_no_command_carries_a_message_id(desk: Desk, timers: TimerClient) -> None:
+    """TimerClient leaves Nats-Msg-Id alone: a command that is sent again within the broker's window is told."""
+    seen: list[dict[str, str]] = []
+
+    async def hear(message: Msg) -> None:
+        seen.append(dict(message.headers or {}))
+
+    subscription = await desk.client.subscribe("durable_timer.commands.>", cb=hear)
+    await desk.client.flush()
+    key = {"name": unique()}
+    for _ in range(2):
+        await timers.start(key, delay_ms=DAY_MS, command_id="the same")
+    await timers.cancel(key)
+    await eventually(lambda: len(seen) >= 3)
+    assert [name for headers in seen for name in headers if name.lower() == "nats-msg-id"] == []
+    await subscription.unsubscribe()

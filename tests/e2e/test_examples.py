@@ -48,7 +48,7 @@ def example(tmp_path: Path) -> Iterator[Example]:
 
 def test_an_unpaid_order_is_cancelled(example: Example) -> None:
     """The paid order's timer never fires, the unpaid one's does."""
-    running, said = example("order_timeout", "PAYMENT_WINDOW_MS", "1000")
+    running, said = example("order_timeout", "PAYMENT_WINDOW_MS", "3000")
     assert "order A-1 paid in time" in said
     running.until("order B-2 was not paid in time: cancelled")
     assert running.end() == 0
@@ -57,9 +57,9 @@ def test_an_unpaid_order_is_cancelled(example: Example) -> None:
 
 def test_an_offer_moves_on_and_is_taken(example: Example) -> None:
     """The replaced and the accepted offer never pass; the one without an answer does."""
-    running, said = example("ride_offer", "ANSWER_WINDOW_MS", "1500")
-    assert "offered to Ada for 1.5 s (offer 0)" in said
-    assert "offered to Ben for 1.5 s (offer 1)" in said
+    running, said = example("ride_offer", "ANSWER_WINDOW_MS", "3000")
+    assert "offered to Ada for 3 s (offer 0)" in said
+    assert "offered to Ben for 3 s (offer 1)" in said
     running.until("ride R8: Cleo did not answer in time")
     assert running.end() == 0
     assert "R7: " not in running.output
