@@ -202,6 +202,30 @@ async def test_a_pull_loop_survives_the_deletion_of_its_consumer(connection: Con
     await loop.stop_pulling()
 
 
+async def test_a_pull_request_that_is_lost_is_made_again(
+    connection: Connection, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection stands, and nothing is heard: it is unhealthy then, asks anew, and delivers."""
+    await stream(connection, "A")
+    await consumer(connection, "A", "C")
+    await publisher.publish("A.x", b"1")
+    publish, lost = connection.publish, list[bool]()
+
+    async def losing(subject: str, data: bytes, reply: str = "") -> None:
+        if lost:
+            await publish(subject, data, reply)
+        lost.append(loop.healthy)
+
+    monkeypatch.setattr(connection, "publish", losing)
+    seen: list[bytes] = []
+    loop = PullLoop(connection, "A", "C", lambda delivery: seen.append(delivery.data), window=20, batch=20)
+    await loop.start()
+    await eventually(lambda: seen)
+    assert lost[:2] == [True, False]
+    await eventually(lambda: loop.healthy)
+    await loop.stop_pulling()
+
+
 async def test_a_pull_loop_bounds_what_is_unsettled(connection: Connection, publisher: Publisher) -> None:
     """Never more than the window in hand, whatever waits; settling lets the rest come."""
     await stream(connection, "A")
