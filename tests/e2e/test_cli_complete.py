@@ -43,14 +43,16 @@ def environment(**other: str) -> dict[str, str]:
 # -- completion and help ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_shown_for_each_shell(shell: str) -> None:
-    """--show-completion prints what the shell evaluates."""
-    done = subprocess.run(
-        [DURABLE_TIMER, "--show-completion", shell], capture_output=True, text=True, env=environment()
-    )
+@pytest.mark.parametrize(
+    ("shell", "told"), [("bash", "complete -o default"), ("zsh", "\ncompdef "), ("fish", "complete --command ")]
+)
+def test_completion_is_shown_for_each_shell(shell: str, told: str) -> None:
+    """--show-completion prints what the shell evaluates. It is named: whether a shell started the tests is not known."""
+    named = environment(_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    done = subprocess.run([DURABLE_TIMER, "--show-completion", shell], capture_output=True, text=True, env=named)
     assert done.returncode == 0
     assert "_DURABLE_TIMER_COMPLETE" in done.stdout
+    assert told in done.stdout
 
 
 @pytest.mark.parametrize(
