@@ -47,7 +47,7 @@ def environment(**other: str) -> dict[str, str]:
     ("shell", "told"), [("bash", "complete -o default"), ("zsh", "\ncompdef "), ("fish", "complete --command ")]
 )
 def test_completion_is_shown_for_each_shell(shell: str, told: str) -> None:
-    """--show-completion prints what the shell evaluates. It is named: whether a shell started the tests is not known."""
+    """--show-completion prints what the shell evaluates; named, since it may not be a shell that starts the tests."""
     named = environment(_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     done = subprocess.run([DURABLE_TIMER, "--show-completion", shell], capture_output=True, text=True, env=named)
     assert done.returncode == 0
