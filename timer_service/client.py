@@ -24,7 +24,7 @@ import msgspec
 from timer_service.domain.codes import Code, Status
 from timer_service.domain.identity import TimerRef, derive_timer_ref, is_timer_ref
 from timer_service.domain.model import JsonText, Order
-from timer_service.errors import BrokerError, CommandRejected, NotStored, OutcomeUnknown, Unavailable
+from timer_service.errors import BrokerError, CommandRejected, NotFound, NotStored, OutcomeUnknown, Unavailable
 from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.publish import Publisher
@@ -264,13 +264,8 @@ class TimerClient:
         timeout_ms: int | None = None,
     ) -> Outcome | None:
         """Answer a resume: the work failed for good. ``failure_code`` is of ``[a-z0-9_]{1,64}``."""
-        body = {
-            "timer_ref": timer_ref_of(timer),
-            "generation": generation,
-            "fence": fence,
-            "failure_code": failure_code,
-            "message": message,
-        }
+        body = {"timer_ref": timer_ref_of(timer), "generation": generation, "fence": fence}
+        body |= {"failure_code": failure_code, "message": message}
         return await self.send("fail", body, command_id=command_id, wait=wait, timeout_ms=timeout_ms)
 
     async def send(
@@ -341,14 +336,20 @@ class TimerClient:
         A payload that is kept beside the state is fetched too, unless ``payload`` is False. Raises ValueError for
         what names no timer, UnreadableState, and BrokerError when the broker does not answer.
         """
-        stored = await self._stored(timer_ref_of(timer))
-        if stored.timer is None:
-            return None
-        record = strict_loads(encode(stored.timer))
-        assert isinstance(record, dict)
-        if payload and stored.timer.snapshot_seq is not None:
-            record["payload"] = strict_loads(bytes(await self._payload(stored.timer.snapshot_seq)))
-        return record
+        timer_ref, missed = timer_ref_of(timer), None
+        while True:
+            found = (await self._stored(timer_ref)).timer
+            if found is None:
+                return None
+            record: dict[str, Any] = strict_loads(encode(found))  # type: ignore[assignment]
+            if not payload or found.snapshot_seq is None:
+                return record
+            try:
+                return record | {"payload": strict_loads(bytes(await self._payload(found.snapshot_seq)))}
+            except NotFound:  # the timer went on meanwhile, and nothing refers to that payload any more
+                if found.snapshot_seq == missed:
+                    raise
+                missed = found.snapshot_seq
 
     async def _stored(self, timer_ref: TimerRef) -> Stored:
         live = await JetStreamState(self._publisher, replicas=1, tombstone_ttl_s=0).get(timer_ref)

@@ -14,7 +14,15 @@ from notify_consumer.outbox.base import State
 from notify_consumer.policy import Policy
 from notify_consumer.testkit import TimerTestKit
 from timer_service import testkit
-from timer_service.errors import Ambiguous, CommandRejected, SleepInterrupted, Unavailable
+from timer_service.errors import (
+    Ambiguous,
+    CommandRejected,
+    NotFound,
+    NotStored,
+    OutcomeUnknown,
+    SleepInterrupted,
+    Unavailable,
+)
 from timer_service.testkit import T0_MS, MemoryService
 
 HOUR_MS = 3_600_000
@@ -221,10 +229,38 @@ async def test_a_closed_client_says_so() -> None:
         other = kit.connect()
         asleep = asyncio.create_task(other.sleep("a", DAY_MS))
         await kit.settle()
+        asked = asyncio.create_task(other.start({"name": "b"}, delay_ms=DAY_MS, command_id="mine"))
+        await asyncio.sleep(0)
         await other.close()
-        kit.state.on_written(next(iter(kit.state.refs())), 0)
+        with pytest.raises(OutcomeUnknown, match="mine"):
+            await asked
         with pytest.raises(Unavailable):
             await asleep
+        with pytest.raises(NotStored):
+            await other.start({"name": "c"}, delay_ms=DAY_MS)
+
+
+async def test_a_payload_that_went_while_it_was_looked_for_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timer ended between two reads: ``get`` tells how it stands then. A payload that stays away is an error."""
+    async with MemoryService() as service:
+        key, client = {"name": "a"}, service.client
+        find = client._payload
+
+        async def late(seq: int) -> Any:
+            await client.cancel(key)
+            await service.settle()
+            return await find(seq)
+
+        await client.start(key, delay_ms=DAY_MS, payload="x" * 2_000)
+        monkeypatch.setattr(client, "_payload", late)
+        record = await client.get(key)
+        assert record is not None
+        assert record["status"] == "cancelled"
+        monkeypatch.undo()
+        await client.start(key, delay_ms=DAY_MS, payload="x" * 2_000)
+        service.snapshots.fail_next(NotFound("gone"), times=2)
+        with pytest.raises(NotFound):
+            await client.get(key)
 
 
 # -- durable sleep, and who answers its resume ----------------------------------------------------------------
