@@ -25,6 +25,9 @@ from timer_service.logs import get_logger
 POLL_S = 1.0
 # Thousands of backoffs that end one after the other must not mean as many looks at the outbox.
 LEAST_PAUSE_S = 0.02
+# A full disk refuses what is new and takes the renewals of this relay: failures that come again and again, such as at
+# each delivery of a resume, count as one.
+UNAVAILABLE_S = 3.0
 SENDING_LIMIT = 128
 _CUT_OFF_S = 3.0
 
@@ -53,6 +56,7 @@ class Relay:
         self._stopping = False
         self._renewed_at = 0.0
         self._failures = 0
+        self._failed_at = -UNAVAILABLE_S
         self._shares = Shares(policy.concurrency)
         self._worker = Worker(
             outbox,
@@ -72,8 +76,10 @@ class Relay:
         self._woken.set()
 
     def say_unavailable(self, reason: str) -> None:
-        """Somebody could not write to the outbox: so it stays ``unavailable`` until the relay can, in a later round."""
+        """Somebody could not write to the outbox: so it stays ``unavailable`` until the relay can, in a later round,
+        and nobody has said so again for three seconds."""
         self._failures += 1
+        self._failed_at = asyncio.get_running_loop().time()
         self._report(reason)
 
     def stop(self) -> None:
@@ -131,11 +137,13 @@ class Relay:
         except OutboxUnavailable as error:
             self._report(str(error))
             return RETRY_S
-        if failures == self._failures:
+        if failures == self._failures and asyncio.get_running_loop().time() >= self._failed_at + UNAVAILABLE_S:
             self._report(None)
         for claim in claims:
             self._start(claim)
-        return 0 if claims else _seconds(survey)
+        if claims:
+            return 0
+        return _seconds(survey) if self.unavailable is None else RETRY_S
 
     def _wanted(self, survey: Survey) -> dict[str, int]:
         lanes = dict(survey.lanes)

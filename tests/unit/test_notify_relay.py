@@ -12,7 +12,7 @@ import pytest
 
 from notify_consumer import Context, Handlers, Resume, done, fail, retry
 from notify_consumer.errors import OutboxUnavailable
-from notify_consumer.outbox.base import Outbox, Row, State
+from notify_consumer.outbox.base import Outbox, Row, State, Survey
 from notify_consumer.policy import Policy
 from notify_consumer.relay import Relay
 from notify_consumer.testing import MemoryOutbox
@@ -24,6 +24,8 @@ from timer_service.errors import NotStored, OutcomeUnknown
 QUICK = Policy(lease_ms=60_000, backoff_initial_ms=1, backoff_max_ms=4, grace_ms=20_000)
 SLOW_BACKOFF = Policy(lease_ms=60_000, backoff_initial_ms=60_000, backoff_max_ms=60_000, grace_ms=20_000)
 SHORT_LEASE = Policy(lease_ms=150, backoff_initial_ms=1, backoff_max_ms=4, grace_ms=20_000)
+KEPT_LEASE = Policy(lease_ms=2_000, backoff_initial_ms=1, backoff_max_ms=4, grace_ms=20_000)
+"""Where nobody is to take it while it is renewed: a busy machine must not stop the process for two thirds of it."""
 
 
 class Stage:
@@ -443,7 +445,7 @@ async def test_a_repeated_resume_of_a_done_row_sends_its_feedback_again(stage: S
 
 
 async def test_a_lease_is_renewed_while_the_handler_runs(stage: Stage) -> None:
-    """A handler may take many times the lease; with a competitor at hand it still runs once."""
+    """A handler may take longer than the lease; with a competitor at hand it still runs once."""
     calls: list[str] = []
     loop = asyncio.get_running_loop()
 
@@ -451,12 +453,12 @@ async def test_a_lease_is_renewed_while_the_handler_runs(stage: Stage) -> None:
     async def handler(resume: Resume) -> None:
         calls.append(resume.resume_id)
         begun = loop.time()
-        await until(lambda: loop.time() - begun > 4 * SHORT_LEASE.lease_ms / 1000)
+        await until(lambda: loop.time() - begun > 1.2 * KEPT_LEASE.lease_ms / 1000)
 
-    stage.start(SHORT_LEASE)
+    stage.start(KEPT_LEASE)
     await stage.put("a")
     await until(lambda: calls)
-    stage.start(SHORT_LEASE)
+    stage.start(KEPT_LEASE)
     row = await stage.reaches(State.DONE)
     assert (len(calls), row.attempts) == (1, 1)
 
@@ -464,7 +466,7 @@ async def test_a_lease_is_renewed_while_the_handler_runs(stage: Stage) -> None:
 async def test_who_lost_its_lease_stops_and_writes_nothing(stage: Stage) -> None:
     """An owner that was frozen past its lease has its handler cancelled and its answer refused."""
     cancelled: list[str] = []
-    relay = stage.start(SHORT_LEASE)
+    relay = stage.start(KEPT_LEASE)
 
     @stage.handlers.default
     async def handler(resume: Resume) -> None:
@@ -675,6 +677,7 @@ async def _refuse(*args: Any, **kwargs: Any) -> Any:
 
 async def test_a_store_that_is_away_is_waited_for(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the store is locked nothing is lost or repeated: the answer of a running handler is stored afterwards."""
+    monkeypatch.setattr("notify_consumer.relay.UNAVAILABLE_S", 0.05)
     monkeypatch.setattr("notify_consumer.work.RETRY_S", 0.01)
     monkeypatch.setattr("notify_consumer.relay.RETRY_S", 0.01)
     stage.outbox = flaky = Flaky()
@@ -692,6 +695,29 @@ async def test_a_store_that_is_away_is_waited_for(stage: Stage, monkeypatch: pyt
     flaky.away = False
     await stage.reaches(State.DONE)
     assert len(calls) == 1
+    await until(lambda: relay.unavailable is None)
+
+
+async def test_a_store_that_refuses_now_and_then_is_not_ready_in_between(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk takes what changes nothing: the relay's own rounds work, and each delivery of a resume fails."""
+    monkeypatch.setattr("notify_consumer.relay.RETRY_S", 0.01)
+    monkeypatch.setattr("notify_consumer.relay.UNAVAILABLE_S", 3_600)
+    looks: list[int] = []
+
+    class Watched(MemoryOutbox):
+        async def survey(self, limit: int) -> Survey:
+            looks.append(limit)
+            return await super().survey(limit)
+
+    stage.outbox = Watched()
+    relay = stage.start()
+    relay.say_unavailable("database or disk is full")
+    begun = len(looks)
+    await until(lambda: len(looks) > begun + 3)
+    assert relay.unavailable == "database or disk is full"
+    monkeypatch.setattr("notify_consumer.relay.UNAVAILABLE_S", 0.05)
     await until(lambda: relay.unavailable is None)
 
 
@@ -727,12 +753,12 @@ async def test_draining_keeps_leases(stage: Stage) -> None:
     async def handler(resume: Resume) -> None:
         calls.append(resume.resume_id)
         begun = loop.time()
-        await until(lambda: loop.time() - begun > 3 * SHORT_LEASE.lease_ms / 1000)
+        await until(lambda: loop.time() - begun > 1.2 * KEPT_LEASE.lease_ms / 1000)
 
-    first = stage.start(SHORT_LEASE)
+    first = stage.start(KEPT_LEASE)
     await stage.put("a")
     await until(lambda: calls)
-    stage.start(SHORT_LEASE)
+    stage.start(KEPT_LEASE)
     await stage.stop(first)
     await stage.reaches(State.DONE)
     assert len(calls) == 1
