@@ -30,7 +30,7 @@ async def test_a_frozen_process_that_comes_back_changes_nothing(crew: Crew) -> N
     await crew.consumer("second", lease_ms=60_000)
     await crew.notes("begin a-1 second")
     first.signal(signal.SIGCONT)
-    await until(lambda: first.logged("lease.lost"), "the first one notices")
+    await until(first.lost, "the first one notices")
     crew.open_gate()
     row = await crew.reaches(State.DONE, "a-1")
     assert row.attempts == 2

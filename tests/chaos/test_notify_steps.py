@@ -102,7 +102,7 @@ async def test_frozen_with_an_answer_that_is_not_stored(crew: Crew, desk: Desk) 
     await crew.consumer("second", lease_ms=60_000)
     row = await crew.reaches(State.DONE, name)
     frozen.thaw()
-    await until(lambda: frozen.logged("lease.lost"), "the frozen one is refused")
+    await until(frozen.lost, "the frozen one is refused")
     assert await crew.row(name) == row
     assert (row.attempts, row.settled) == (2, "accepted")
     assert crew.begun() == [name] * 2
@@ -119,7 +119,7 @@ async def test_frozen_with_an_answer_that_is_stored(crew: Crew, desk: Desk) -> N
     await crew.consumer("second", lease_ms=60_000)
     row = await crew.reaches(State.DONE, name)
     frozen.thaw()
-    await until(lambda: frozen.logged("lease.lost"), "the frozen one is refused")
+    await until(frozen.lost, "the frozen one is refused")
     assert await crew.row(name) == row
     assert (row.attempts, row.settled) == (1, "accepted")
     assert crew.begun() == [name]

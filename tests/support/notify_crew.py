@@ -104,6 +104,10 @@ class Consumer:
         lines = [json.loads(line) for line in self._log.read_text().splitlines() if line.startswith("{")]
         return [line for line in lines if line["event"] == event]
 
+    def lost(self) -> list[dict[str, Any]]:
+        """What it says about leases of rows that it has lost; one on its name may be lost before that."""
+        return [line for line in self.logged("lease.lost") if "resume_id" in line]
+
     def ready(self) -> bool:
         port = self.logged("http.listening")[-1]["port"]
         try:
