@@ -59,7 +59,7 @@ class Settings(BaseSettings):
     ] = None
     http: Annotated[Address, Field(description="HOST:PORT for /healthz, /readyz and /metrics")] = "127.0.0.1:8081"
     instance: Annotated[
-        str, Field(min_length=1, max_length=128, description="name of this process, in claims and logs")
+        str, Field(min_length=1, max_length=128, description="name of this process; one runs under a name")
     ] = socket.gethostname()
     handlers: Annotated[
         Annotated[str, AfterValidator(_place)] | None,

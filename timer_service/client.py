@@ -177,11 +177,11 @@ class TimerClient:
         wait: bool = True,
         timeout_ms: int | None = None,
     ) -> Outcome | None:
-        """Start a timer: give exactly one of ``delay_ms``, ``at`` (with a time zone) and ``at_ms``.
+        """Start a timer: give exactly one of ``delay_ms`` (1 to 100 years), ``at`` (with a time zone) and ``at_ms``.
 
         ``max_retries`` None is without limit. A named timer that lives is replaced, a lineage is rejected when its
         content differs. Repeating a call with the same ``command_id`` and content changes nothing. With
-        ``wait=False`` it returns None as soon as the broker has stored the command.
+        ``wait=False`` it returns None as soon as the broker has stored the command. All of it has at most 256 KiB.
         """
         body = {
             "timer": key_body(timer),
@@ -205,7 +205,7 @@ class TimerClient:
         wait: bool = True,
         timeout_ms: int | None = None,
     ) -> Outcome | None:
-        """Cancel a waiting timer. The code ``too_late`` in the outcome says that it had elapsed: the resume stands."""
+        """Cancel a waiting timer; code ``too_late``: it had elapsed. ``wait_ms`` (to 10,000) waits for a late start."""
         body = {"timer_ref": timer_ref_of(timer), "generation": generation, "reason": reason, "wait_ms": wait_ms}
         return await self.send("cancel", body, command_id=command_id, wait=wait, timeout_ms=timeout_ms)
 
@@ -246,7 +246,7 @@ class TimerClient:
         wait: bool = True,
         timeout_ms: int | None = None,
     ) -> Outcome | None:
-        """Answer a resume: wait again. Without a due time the last delay is repeated."""
+        """Answer a resume: wait again, by default the last delay. Beyond ``max_retries`` the timer ends as failed."""
         due = due_body(delay_ms, at, at_ms)
         body = {"timer_ref": timer_ref_of(timer), "generation": generation, "fence": fence, "due": due}
         return await self.send("retry", body, command_id=command_id, wait=wait, timeout_ms=timeout_ms)

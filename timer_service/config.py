@@ -77,7 +77,7 @@ class Settings(BaseSettings):
     instance: Annotated[
         str, Field(min_length=1, max_length=128, description="name of this process; one runs under a name")
     ] = socket.gethostname()
-    driver: Annotated[Literal["heap", "native"], Field(description="who waits: our heap, or NATS schedules")] = "heap"
+    driver: Annotated[Literal["heap", "native"], Field(description="who waits: heap (ours), or native (NATS)")] = "heap"
     test_clock: Annotated[bool, Field(description="serve /debug/clock, which shifts time forward")] = False
     provision: Annotated[bool, Field(description="create missing resources at the start")] = True
 

@@ -8,6 +8,8 @@ import pytest
 from rich.console import Console
 
 from timer_service import show
+from timer_service.cli import diagnose
+from timer_service.jetstream import topology
 
 NOW = 1_800_000_000_000
 ENTRY = {
@@ -99,3 +101,21 @@ def test_long_payloads_are_cut() -> None:
 def test_sizes_have_one_unit(count: int, text: str) -> None:
     """The largest unit that leaves a number from 1."""
     assert show.size(count) == text
+
+
+def test_stats_fit_into_80_columns() -> None:
+    """No name and no heading is cut where a terminal has its usual width."""
+    stream = {"messages": 99_999_999, "bytes": 2**40, "max_bytes": 2**40, "percent": 100.0}
+    consumer = {"pending": 999_999, "unacknowledged": 99_999, "redelivered": 99_999, "readers_waiting": 512}
+    streams = [spec.name for spec in topology.streams(topology.Sizes())]
+    consumers = [spec.name for spec in topology.CONSUMERS]
+    found = {
+        "server": {"url": "nats://127.0.0.1:4222", "version": "2.15.1"},
+        "durability": None,
+        "streams": dict.fromkeys(streams, stream),
+        "consumers": dict.fromkeys(consumers, consumer),
+    }
+    out = io.StringIO()
+    Console(file=out, width=80).print(diagnose.tables(found), highlight=False)
+    assert "…" not in out.getvalue()
+    assert all(name in out.getvalue() for name in (*streams, *consumers, "unacked", "requests"))

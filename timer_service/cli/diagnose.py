@@ -190,7 +190,7 @@ def _streams(found: dict[str, Any]) -> Table:
 
 
 def _consumers(found: dict[str, Any]) -> Table:
-    table = _table("consumer", "to deliver", "unacknowledged", "redelivered", "requests open")
+    table = _table("consumer", "waiting", "unacked", "redelivered", "requests")
     for name, numbers in found["consumers"].items():
         if numbers is None:
             table.add_row(name, Text("missing", "red"), "", "", "")

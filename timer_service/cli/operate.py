@@ -110,7 +110,7 @@ def dev(
 
 
 def demo() -> None:
-    """See it work: timers that survive a kill of the service, on a broker of their own, in about 12 seconds."""
+    """See it work: timers that survive a kill of the service, on a broker of their own, in about 13 seconds."""
     from timer_service.demo import demo as play
 
     raise typer.Exit(guarded(play))
