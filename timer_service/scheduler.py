@@ -188,10 +188,12 @@ class DelayedScheduler(Generic[Id]):
     hashable and can be compared with each other; callbacks, which get no argument, are never compared.
 
     From any thread, also from callbacks: no callback and no clock is called under the lock. ValueError when
-    ``capacity`` is negative.
+    ``capacity`` is negative, TypeError unless it is an int.
     """
 
     def __init__(self, capacity: int) -> None:
+        if type(capacity) is not int:
+            raise TypeError(f"a capacity is an int, not {type(capacity).__name__}")
         if capacity < 0:
             raise ValueError("the capacity must not be negative")
         self._capacity = capacity

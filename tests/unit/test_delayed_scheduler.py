@@ -127,6 +127,9 @@ def test_capacities_and_errors():
     """None for nothing, never a negative one; and full is an error of this project's tree."""
     with pytest.raises(ValueError, match="negative"):
         DelayedScheduler(-1)
+    for odd in (1.5, float("nan"), True, None):
+        with pytest.raises(TypeError, match="a capacity is an int"):
+            DelayedScheduler(odd)  # type: ignore[arg-type]
     with pytest.raises(DurableTimerError):
         DelayedScheduler[str](0).schedule("a", 1, print)
 
