@@ -71,7 +71,7 @@ app.command("serve", cls=WholeHelp)(settings_command(Settings, _serve))
 def _list(
     settings: Settings,
     state: Annotated[State | None, typer.Option(help="only rows in this state")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="rows at most, the latest change first")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="rows at most, the latest change first")] = 50,
     json: Json = False,
 ) -> None:
     """List rows of the outbox."""
@@ -129,7 +129,7 @@ async def _revived(outbox: Outbox, resume_id: str) -> str | None:
 
 def _purge(
     settings: Settings,
-    older_than_s: Annotated[int, typer.Option(min=0, help="done rows older than this many seconds")],
+    older_than_s: Annotated[int, typer.Option(min=0, max=3_155_760_000, help="done rows older than this many seconds")],
     json: Json = False,
 ) -> None:
     """Remove done rows. A resume of theirs that comes again would be handed off a second time."""

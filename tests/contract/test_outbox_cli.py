@@ -150,3 +150,10 @@ def test_a_store_that_is_away_is_told_in_one_line(flags: tuple[str, ...]) -> Non
     assert result.output.startswith("notify-consumer: ")
     assert "Traceback" not in result.output
     assert "s3cret" not in result.output
+
+
+@pytest.mark.parametrize("flags", [("list", "--limit", str(2**70)), ("purge", "--older-than-s", str(2**70))])
+def test_numbers_that_no_store_could_take_are_refused(flags: tuple[str, ...]) -> None:
+    """As a mistake of whoever asked, not as a failure of the store."""
+    result = CliRunner().invoke(app, ["outbox", *flags, "--outbox", "sqlite:/no/such/folder/outbox.db"])
+    assert result.exit_code == 2
