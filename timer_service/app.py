@@ -295,10 +295,13 @@ class App:
             group.create_task(self.roles.run(self.monitor.draining), name="roles")
 
     async def _connect(self) -> None:
-        self.connection.on_lost(lambda: self.log.warning(events.BROKER_LOST, error=self.connection.last_error))
+        self.connection.on_lost(self._on_lost)
         self.connection.on_returned(lambda: self.log.info(events.BROKER_RETURNED))
         await self.connection.open()
         self.log.info(events.BROKER_CONNECTED, version=self.connection.server_version)
+
+    def _on_lost(self) -> None:
+        self.log.warning(events.BROKER_LOST, error=self.connection.last_error)
 
     async def _on_foreign_write(self, _: Any) -> None:
         self.feed.heard()
@@ -369,6 +372,7 @@ class App:
         await self.roles.give_up()
         await self.feed.stop()
         await self.publisher.stop()
+        self.connection.forget(self._on_lost)  # we leave, which is no loss
         await self.connection.close()
         await self.http.stop()
 

@@ -118,7 +118,8 @@ def story(record: Mapping[str, Any], now_ms: int) -> RenderableType:
 def _facts(record: Mapping[str, Any], now_ms: int) -> list[tuple[str, Text]]:
     phase = record["phase"]
     facts = [("phase", Text(phase, PHASE_STYLES.get(phase, "")).append(_ending(record), "default"))]
-    facts.append(("due", Text(f"{instant(record['due_at_ms'])} ({relative(record['due_at_ms'], now_ms)})")))
+    live = f" ({relative(record['due_at_ms'], now_ms)})" if phase in ("waiting", "elapsed") else ""
+    facts.append(("due", Text(f"{instant(record['due_at_ms'])}{live}")))
     waits = _waits_for(record, now_ms)
     if waits:
         facts.append(("waits for", Text(waits)))

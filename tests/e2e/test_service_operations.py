@@ -83,6 +83,7 @@ async def test_waiting_cancels_are_handed_back_at_a_stop(broker: Broker, tmp_pat
             await eventually(lambda: _delivered(desk))
             begun_ms = now_ms()
             assert service.stop() == 0
+            assert not service.events("broker.lost"), "it left, and lost nothing"
             assert now_ms() - begun_ms < 9_000  # the cancel waits for 10
             assert await desk.count(topology.COMMANDS) == 1
             service.start()

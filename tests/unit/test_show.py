@@ -75,6 +75,12 @@ def test_the_story_says_what_a_timer_waits_for() -> None:
     assert "waits for" not in story(phase="completed", status="completed", ended_at_ms=NOW)
 
 
+def test_a_due_time_that_will_not_come_is_no_time_from_now() -> None:
+    """A timer cancelled long before it was due does not say in how many days it is."""
+    assert "(in 1 h)" in story(phase="waiting", due_at_ms=NOW + 3_600_000)
+    assert "(in 1 h)" not in story(phase="cancelled", status="cancelled", due_at_ms=NOW + 3_600_000, ended_at_ms=NOW)
+
+
 def test_the_story_says_why_it_was_late() -> None:
     """Started too late, woken too late, stored too late: each with its share; nothing when it was on time."""
     assert "why late" not in story()
