@@ -171,7 +171,7 @@ class JetStreamDesk:
         listener = Connection(self.connection.url, name="listener")
         await listener.open()
         await listener.subscribe(reply_to, take)
-        await listener.client.flush()
+        await listener.flush()
 
         async def wait() -> dict[str, Any]:
             value = strict_loads(await asyncio.wait_for(arrived, 20))

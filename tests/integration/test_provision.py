@@ -12,11 +12,11 @@ import pytest
 from tests.support.broker import Broker
 from tests.support.guarded import GuardedBroker
 from tests.support.service import eventually
-from timer_service.errors import BrokerError, Forbidden
+from timer_service.errors import BrokerError, Forbidden, RequestRefused
 from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.permissions import missing_permissions
-from timer_service.jetstream.provision import Finding, Provisioner, check_consumer, check_stream
+from timer_service.jetstream.provision import STORE_FAILED, Finding, Provisioner, check_consumer, check_stream
 from timer_service.jetstream.publish import Publisher
 from timer_service.jetstream.topology import CONSUMERS, NS, ConsumerSpec, Sizes, StreamSpec
 
@@ -59,7 +59,18 @@ async def configs(connection: Connection) -> dict[str, dict[str, Any]]:
 
 
 async def make_stream(connection: Connection, spec: StreamSpec, **other: Any) -> None:
-    await connection.api(f"STREAM.CREATE.{spec.name}", {**spec.config(1), **other})
+    """Tried again while the broker still removes the folder of one of that name which was deleted before."""
+
+    async def made() -> bool:
+        try:
+            await connection.api(f"STREAM.CREATE.{spec.name}", {**spec.config(1), **other})
+        except RequestRefused as refused:
+            if refused.err_code == STORE_FAILED:
+                return False
+            raise
+        return True
+
+    await eventually(made)
 
 
 # -- what it makes and widens -----------------------------------------------------------------------------------

@@ -233,7 +233,11 @@ async def test_the_level_is_not_visible_everywhere(shared_broker: Broker) -> Non
 
 async def test_three_nodes_survive_the_loss_of_one(tmp_path: Path) -> None:
     """The node that leads the state is killed while timers wait: all fire once, and clients find another node."""
-    with Cluster(tmp_path / "cluster") as cluster, Service(cluster.url, tmp_path, replicas=3) as service:
+    settings = {
+        "replicas": 3,
+        "resume_timeout_ms": 2_000,
+    }  # an answer that is lost with the node heals by the next resume
+    with Cluster(tmp_path / "cluster") as cluster, Service(cluster.url, tmp_path, **settings) as service:
         await service.ready()
         lost = await asyncio.to_thread(cluster.leader_of, topology.STATE_STREAM)
         others = [node.url for n, node in enumerate(cluster.nodes) if n != lost]
@@ -248,6 +252,6 @@ async def test_three_nodes_survive_the_loss_of_one(tmp_path: Path) -> None:
             assert level["replicas"] == 3, "also by way of an address where nobody is"
             await asyncio.to_thread(cluster.restart, lost)
             for name in names:
-                assert (await desk.ended(name_ref(name), 40))["status"] == "completed"
+                assert (await desk.ended(name_ref(name), 60))["status"] == "completed"
                 assert await desk.records_of(name_ref(name)) == 1
                 assert len({one.data for one in engine.of(name_ref(name))}) == 1

@@ -232,7 +232,7 @@ async def test_it_stays_unavailable_until_a_write_works(stage: Stage, monkeypatc
     assert stage.outbox.surveys == surveys  # who can't write need not look
     stage.outbox.locked = False
     await stage.done(1)
-    assert said(relay) is None
+    await until(lambda: said(relay) is None)
     assert 0 in stage.outbox.renewed
 
 
