@@ -73,6 +73,25 @@ async def make_stream(connection: Connection, spec: StreamSpec, **other: Any) ->
     await eventually(made)
 
 
+async def test_a_store_that_can_not_be_made_yet_is_made_again(
+    connection: Connection, provisioner: Provisioner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker may still be removing one of that name; when it never can, that is told."""
+    real, refusals = connection.api, [RequestRefused("error creating store", STORE_FAILED)] * 2
+
+    async def api(name: str, body: object = None) -> dict[str, Any]:
+        if refusals and name.startswith("STREAM.CREATE."):
+            raise refusals.pop()
+        return await real(name, body)
+
+    monkeypatch.setattr(provisioner, "_api", api)
+    assert f"created stream {STATE}" in await provisioner.provision()
+    await connection.api(f"STREAM.DELETE.{SNAPSHOTS}")
+    refusals.extend([RequestRefused("error creating store", STORE_FAILED)] * 10)
+    with pytest.raises(BrokerError, match=f"{SNAPSHOTS}: error creating store"):
+        await provisioner.provision()
+
+
 # -- what it makes and widens -----------------------------------------------------------------------------------
 
 
