@@ -233,10 +233,7 @@ async def test_the_level_is_not_visible_everywhere(shared_broker: Broker) -> Non
 
 async def test_three_nodes_survive_the_loss_of_one(tmp_path: Path) -> None:
     """The node that leads the state is killed while timers wait: all fire once, and clients find another node."""
-    settings = {
-        "replicas": 3,
-        "resume_timeout_ms": 2_000,
-    }  # an answer that is lost with the node heals by the next resume
+    settings = {"replicas": 3, "resume_timeout_ms": 2_000}  # an answer that is lost heals by the next resume
     with Cluster(tmp_path / "cluster") as cluster, Service(cluster.url, tmp_path, **settings) as service:
         await service.ready()
         lost = await asyncio.to_thread(cluster.leader_of, topology.STATE_STREAM)
