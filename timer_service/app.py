@@ -34,22 +34,12 @@ from timer_service.jetstream.topology import ConsumerSpec
 from timer_service.jetstream.watch import SnapshotSweeper, Watch, read_all
 from timer_service.metrics import Metrics
 from timer_service.monitor import Monitor
+from timer_service.replica import Ports, Replica, Rules
 from timer_service.roles import Roles
-from timer_service.runtime.admission import Admission
-from timer_service.runtime.archived import Archived
-from timer_service.runtime.commands import CommandService
-from timer_service.runtime.driver import Driver
 from timer_service.runtime.feed import Feed
-from timer_service.runtime.lanes import Lanes
 from timer_service.runtime.leftovers import Leftovers
 from timer_service.runtime.native import NativeWaits
-from timer_service.runtime.problems import Problems
-from timer_service.runtime.recent import Recent
 from timer_service.runtime.reconciler import Reconciler
-from timer_service.runtime.resumes import ResumeService
-from timer_service.runtime.settling import Settling
-from timer_service.runtime.terminals import Terminals
-from timer_service.runtime.wakes import WakeService
 from timer_service.urls import shown_url
 
 _RETRY_S = 1.0
@@ -76,16 +66,6 @@ class App:
         )
         self.publisher = Publisher(self.connection)
         self.watch = Watch(self.publisher, SystemClock())
-        self.lanes = Lanes(self._on_work_error)
-        self.archived = Archived(_wall.now_ms, settings.tombstone_ttl_s * 1000)
-        self.problems = Problems(self.metrics, self.log)
-        self.admission = Admission(
-            settings.admission_watermark_percent,
-            self.metrics,
-            self.log,
-            state=topology.STATE_STREAM,
-            snapshots=topology.SNAPSHOTS,
-        )
         self._build_ring()
         self.roles = Roles(
             self.connection, self.publisher, settings.instance, self.driver, self.metrics, self.log,
@@ -110,83 +90,54 @@ class App:
         )
 
     def _build_ring(self) -> None:
-        settings, log, metrics, clock = self.settings, self.log, self.metrics, self.clock
-        publisher, recent, problems, lanes = self.publisher, Recent(), self.problems, self.lanes
+        settings, log, metrics, clock, publisher = self.settings, self.log, self.metrics, self.clock, self.publisher
         state = JetStreamState(publisher, replicas=settings.replicas, tombstone_ttl_s=settings.tombstone_ttl_s)
         archive = JetStreamArchive(publisher, replicas=settings.replicas)
-        snapshots = JetStreamSnapshots(publisher)
-        wake_subjects = JetStreamWakes(publisher)
-        self.driver = driver = Driver(clock, wake_subjects, metrics, log, resume_timeout_ms=settings.resume_timeout_ms)
+        snapshots, wakes = JetStreamSnapshots(publisher), JetStreamWakes(publisher)
+        resumes = JetStreamResumes(publisher)
+        ports = Ports(state, archive, snapshots, resumes, wakes, JetStreamPublicity(publisher, self.connection))
+        self.replica = replica = Replica(ports, clock, metrics, log, self._rules())
+        self.driver, self.commands, self.lanes = replica.driver, replica.commands, replica.lanes
+        self.archived, self.admission, self.problems = replica.archived, replica.admission, replica.problems
         self.native: NativeWaits | None = None
         if settings.driver == "native":
             schedules = JetStreamSchedules(self.connection, publisher, replicas=settings.replicas)
             self.native = NativeWaits(
-                clock, driver, schedules, wake_subjects, state, metrics, log,
+                clock, self.driver, schedules, wakes, state, metrics, log,
                 interval_ms=settings.reconcile_interval_ms, offset_ms=self._offset_ms,
             )  # fmt: skip
-        resumes = ResumeService(
-            clock,
-            state,
-            snapshots,
-            JetStreamResumes(publisher),
-            driver,
-            recent,
-            problems,
-            metrics,
-            log,
-            resume_timeout_ms=settings.resume_timeout_ms,
-        )
-        terminals = Terminals(clock, state, archive, snapshots, driver, recent, self.archived, problems, metrics, log)
-        settling = Settling(
-            clock,
-            JetStreamPublicity(publisher, self.connection),
-            metrics,
-            log,
-            allowed_reply=lambda subject: topology.is_literal_subject(subject, settings.reply_prefix),
-        )
-        self.commands = CommandService(
-            state,
-            archive,
-            snapshots,
-            settling,
-            terminals,
-            driver,
-            lanes,
-            recent,
-            self.archived,
-            self.admission,
-            problems,
-            log,
-            offset_ms=self._offset_ms,
-            max_payload=lambda: self.connection.max_payload,
-            inline_payload_max_bytes=settings.inline_payload_max_bytes,
-        )
-        self.feed = Feed(self._follow_state, driver, recent, self.archived, problems, metrics, log, now_ms=_wall.now_ms)
+        self.feed = Feed(
+            self._follow_state, self.driver, replica.recent, self.archived, self.problems, metrics, log,
+            now_ms=_wall.now_ms,
+        )  # fmt: skip
         self.feed.entry_arrived = self.commands.entry_arrived
         state.on_written = self.feed.wrote
+        sweeper = SnapshotSweeper(self.connection, publisher, snapshots, SystemClock())
         self.reconciler = Reconciler(
-            clock,
-            self.feed,
-            driver,
-            lanes,
-            resumes,
-            terminals,
-            problems,
-            SnapshotSweeper(self.connection, publisher, snapshots, SystemClock()),
-            self.watch.state_stream,
-            metrics,
-            log,
-            interval_ms=settings.reconcile_interval_ms,
-            snapshot_grace_ms=settings.snapshot_grace_ms,
-            leftovers=Leftovers(state, archive, JetStreamResumes(publisher), driver, metrics, log),
-        )
-        wakes = WakeService(
-            clock, state, resumes, driver, lanes, recent, problems, metrics, log, offset_ms=self._offset_ms
-        )
+            clock, self.feed, self.driver, self.lanes, replica.resumes, self.problems, sweeper,
+            self.watch.state_stream, metrics, log,
+            interval_ms=settings.reconcile_interval_ms, snapshot_grace_ms=settings.snapshot_grace_ms,
+            leftovers=Leftovers(state, archive, resumes, self.driver, metrics, log),
+        )  # fmt: skip
         self.command_loop = self._pull(topology.COMMAND_SERVICE, self.commands.handle)
-        self.wake_loop = self._pull(topology.WAKE_SERVICE, wakes.handle)
+        self.wake_loop = self._pull(topology.WAKE_SERVICE, replica.wakes.handle)
         if isinstance(clock, OffsetClock):
-            clock.on_shift(driver.wake)
+            clock.on_shift(self.driver.wake)
+
+    def _rules(self) -> Rules:
+        settings = self.settings
+        return Rules(
+            allowed_reply=lambda subject: topology.is_literal_subject(subject, settings.reply_prefix),
+            max_payload=lambda: self.connection.max_payload,
+            offset_ms=self._offset_ms,
+            wall_ms=_wall.now_ms,
+            resume_timeout_ms=settings.resume_timeout_ms,
+            inline_payload_max_bytes=settings.inline_payload_max_bytes,
+            markers_ms=settings.tombstone_ttl_s * 1000,
+            watermark_percent=settings.admission_watermark_percent,
+            state=topology.STATE_STREAM,
+            snapshots=topology.SNAPSHOTS,
+        )
 
     def _offset_ms(self) -> int:
         return self.clock.offset_ms if isinstance(self.clock, OffsetClock) else 0
@@ -245,9 +196,6 @@ class App:
             "in_flight": len(self.lanes),
             "held": self.commands.held,
         }
-
-    def _on_work_error(self, timer_ref: TimerRef, error: BaseException) -> None:
-        self.log.error(events.WORK_FAILED, timer_ref=timer_ref, exc_info=error)
 
     # -- life -----------------------------------------------------------------------------------------------------
 

@@ -22,23 +22,13 @@ from typing import Any, Self
 from timer_service.client import TimerClient, TimerName
 from timer_service.clock import ManualClock
 from timer_service.domain.identity import TimerRef
-from timer_service.domain.model import JsonText, Phase, Wake
+from timer_service.domain.model import JsonText, Wake
 from timer_service.errors import Unavailable
 from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.topology import command_subject, is_literal_subject, wake_subject
 from timer_service.metrics import Metrics
 from timer_service.ports import Stored
-from timer_service.runtime.admission import Admission
-from timer_service.runtime.archived import Archived
-from timer_service.runtime.commands import CommandService
-from timer_service.runtime.driver import Armed, Driver
-from timer_service.runtime.lanes import Lanes
-from timer_service.runtime.problems import Problems
-from timer_service.runtime.recent import Recent
-from timer_service.runtime.resumes import ResumeService
-from timer_service.runtime.settling import Settling
-from timer_service.runtime.terminals import Terminals
-from timer_service.runtime.wakes import WakeService
+from timer_service.replica import Ports, Replica, Rules
 from timer_service.testing import (
     MemoryArchive,
     MemoryDelivery,
@@ -81,45 +71,23 @@ class MemoryService:
         self._running: asyncio.Task[None] | None = None
         self.client = self.connect()
         """A client of this service; ``connect`` makes more of them, as other processes would have."""
-        self._build(_Log(self.mistakes), resume_timeout_ms)
+        rules = Rules(
+            allowed_reply=partial(is_literal_subject, prefix=_REPLIES),
+            max_payload=lambda: MAX_PAYLOAD,
+            resume_timeout_ms=resume_timeout_ms,
+        )
+        ports = Ports(self.state, self.archive, self.snapshots, self.resumes, self.wakes, self.publicity)
+        self._replica = Replica(ports, self.clock, Metrics(), _Log(self.mistakes), rules)
+        self.clock.on_shift(self._replica.driver.wake)
         self.state.on_written = self._on_written
         self.wakes.on_wake = self._on_wake
 
-    def _build(self, log: Any, resume_timeout_ms: int) -> None:
-        clock, metrics, recent, archived = self.clock, Metrics(), Recent(), Archived(self.clock.now_ms)
-        problems, lanes = Problems(metrics, log), Lanes(lambda ref, error: log.error(repr(error), timer_ref=ref))
-        driver = Driver(clock, self.wakes, metrics, log, resume_timeout_ms=resume_timeout_ms)
-        resumes = ResumeService(
-            clock, self.state, self.snapshots, self.resumes, driver, recent, problems, metrics, log,
-            resume_timeout_ms=resume_timeout_ms,
-        )  # fmt: skip
-        terminals = Terminals(
-            clock, self.state, self.archive, self.snapshots, driver, recent, archived, problems, metrics, log
-        )
-        settling = Settling(
-            clock, self.publicity, metrics, log, allowed_reply=partial(is_literal_subject, prefix=_REPLIES)
-        )
-        admission = Admission(50, metrics, log, state="state", snapshots="snapshots")
-        self._commands = CommandService(
-            self.state, self.archive, self.snapshots, settling, terminals, driver, lanes, recent, archived, admission,
-            problems, log, offset_ms=lambda: 0, max_payload=lambda: MAX_PAYLOAD, inline_payload_max_bytes=1024,
-        )  # fmt: skip
-        self._wake_service = WakeService(clock, self.state, resumes, driver, lanes, recent, problems, metrics, log)
-
-        def look_after(armed: Armed) -> None:
-            step = resumes.look_after if armed.phase is Phase.ELAPSED else terminals.resume
-            lanes.run(armed.key, partial(step, armed))
-
-        driver.look_after = look_after
-        clock.on_shift(driver.wake)
-        self._driver, self._lanes = driver, lanes
-
     async def __aenter__(self) -> Self:
-        self._running = asyncio.create_task(self._driver.run(), name="memory.driver")
+        self._running = asyncio.create_task(self._replica.driver.run(), name="memory.driver")
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        await self._commands.stop()
+        await self._replica.commands.stop()
         for client in self._clients:
             await client.close()
         if self._running is not None:
@@ -164,7 +132,7 @@ class MemoryService:
 
     async def next_at_ms(self) -> int | None:
         """When something happens next if nobody does anything: a timer is due, or a look at one. None: never."""
-        ahead = [armed.at for armed in self._driver.armed()]
+        ahead = [armed.at for armed in self._replica.driver.armed()]
         return max(min(ahead), self.clock.now_ms()) if ahead else None
 
     async def settle(self) -> None:
@@ -185,7 +153,7 @@ class MemoryService:
                 )
 
     async def _rests(self) -> bool:
-        if self._unsettled or len(self._lanes) or await self._others_work():
+        if self._unsettled or len(self._replica.lanes) or await self._others_work():
             return False
         at_ms = await self.next_at_ms()
         return at_ms is None or at_ms > self.clock.now_ms()
@@ -202,10 +170,10 @@ class MemoryService:
 
     def publish(self, kind: str, data: bytes, headers: dict[str, str] | None = None) -> None:
         """Store a command, as any publisher may."""
-        self._deliver(self._commands.handle, command_subject(kind), data, headers or {})
+        self._deliver(self._replica.commands.handle, command_subject(kind), data, headers or {})
 
     def _on_wake(self, wake: Wake) -> None:
-        self._deliver(self._wake_service.handle, wake_subject(wake.timer_ref), encode_wake(wake), {})
+        self._deliver(self._replica.wakes.handle, wake_subject(wake.timer_ref), encode_wake(wake), {})
 
     def _deliver(self, handle: Callable[[Any], None], subject: str, data: bytes, headers: dict[str, str]) -> None:
         self._seq += 1

@@ -19,20 +19,10 @@ from timer_service.errors import BrokerError
 from timer_service.jetstream.topology import is_literal_subject, state_subject, wake_subject
 from timer_service.metrics import Metrics
 from timer_service.ports import Schedule, StreamState
-from timer_service.runtime.admission import Admission
-from timer_service.runtime.archived import Archived
-from timer_service.runtime.commands import CommandService
-from timer_service.runtime.driver import Driver
+from timer_service.replica import Ports, Replica, Rules
 from timer_service.runtime.feed import Feed
-from timer_service.runtime.lanes import Lanes
 from timer_service.runtime.native import NativeWaits
-from timer_service.runtime.problems import Problems
-from timer_service.runtime.recent import Recent
 from timer_service.runtime.reconciler import Reconciler
-from timer_service.runtime.resumes import ResumeService
-from timer_service.runtime.settling import Settling
-from timer_service.runtime.terminals import Terminals
-from timer_service.runtime.wakes import WakeService
 from timer_service.testing import (
     MemoryArchive,
     MemoryDelivery,
@@ -140,48 +130,43 @@ class _Sweeper:
         return 0
 
 
-class Replica:
+class Process:
     """One service process."""
 
     def __init__(self, ring: Ring, **settings: Any) -> None:
         clock, log, metrics = ring.clock, ring.log, Metrics()
-        self.metrics = metrics
         self._ring = ring
-        recent, problems = Recent(), Problems(metrics, log)
-        self.problems = problems
-        self.archived = Archived(clock.now_ms, settings.get("markers_ms", 3_600_000))
-        self.lanes = Lanes(lambda timer_ref, error: ring.log.mistakes.append(("lane", timer_ref, error)))
-        timeout_ms = settings.get("resume_timeout_ms", 60_000)
-        self.driver = Driver(clock, ring.wakes, metrics, log, resume_timeout_ms=timeout_ms)
+        ports = Ports(ring.state, ring.archive, ring.snapshots, ring.resumes, ring.wakes, ring.publicity)
+        rules = Rules(
+            allowed_reply=lambda subject: is_literal_subject(subject, "_INBOX."),
+            max_payload=lambda: settings.get("max_payload", 2**20),
+            resume_timeout_ms=settings.get("resume_timeout_ms", 60_000),
+            inline_payload_max_bytes=settings.get("inline_payload_max_bytes", 1024),
+            markers_ms=settings.get("markers_ms", 3_600_000),
+        )
+        replica = Replica(ports, clock, metrics, log, rules)
+        self.metrics, self.problems, self.archived, self.lanes = (
+            metrics,
+            replica.problems,
+            replica.archived,
+            replica.lanes,
+        )
+        self.driver, self.admission, self.commands, self.wakes = (
+            replica.driver, replica.admission, replica.commands, replica.wakes,
+        )  # fmt: skip
         self.native: NativeWaits | None = None
         if settings.get("native"):
             self.native = NativeWaits(
                 clock, self.driver, ring.schedules, ring.wakes, ring.state, metrics, log, interval_ms=3_600_000
             )
-        resumes = ResumeService(
-            clock, ring.state, ring.snapshots, ring.resumes, self.driver, recent, problems, metrics, log,
-            resume_timeout_ms=timeout_ms,
-        )  # fmt: skip
-        terminals = Terminals(
-            clock, ring.state, ring.archive, ring.snapshots, self.driver, recent, self.archived, problems, metrics, log
+        self.feed = Feed(
+            self._follow, self.driver, replica.recent, self.archived, self.problems, metrics, log, now_ms=clock.now_ms
         )
-        settling = Settling(
-            clock, ring.publicity, metrics, log, allowed_reply=lambda subject: is_literal_subject(subject, "_INBOX.")
-        )
-        self.admission = Admission(50, metrics, log, state="state", snapshots="snapshots")
-        self.commands = CommandService(
-            ring.state, ring.archive, ring.snapshots, settling, terminals, self.driver, self.lanes, recent,
-            self.archived, self.admission, problems, log, offset_ms=lambda: 0,
-            max_payload=lambda: settings.get("max_payload", 2**20),
-            inline_payload_max_bytes=settings.get("inline_payload_max_bytes", 1024),
-        )  # fmt: skip
-        self.feed = Feed(self._follow, self.driver, recent, self.archived, problems, metrics, log, now_ms=clock.now_ms)
         self.feed.entry_arrived = self.commands.entry_arrived
         self.reconciler = Reconciler(
-            clock, self.feed, self.driver, self.lanes, resumes, terminals, problems, _Sweeper(), ring.look, metrics,
+            clock, self.feed, self.driver, self.lanes, replica.resumes, self.problems, _Sweeper(), ring.look, metrics,
             log, interval_ms=3_600_000, snapshot_grace_ms=600_000,
         )  # fmt: skip
-        self.wakes = WakeService(clock, ring.state, resumes, self.driver, self.lanes, recent, problems, metrics, log)
         self._tasks: list[asyncio.Task[None]] = []
 
     def _follow(self, on_message: Any, on_caught_up: Callable[[], None], after_seq: int) -> _Follower:
@@ -228,7 +213,7 @@ class Ring:
         """The broker does not hear acknowledgements: it will deliver again."""
         self.fences: dict[TimerRef, list[tuple[int, int]]] = {}
         """(generation, fence) of each write of a timer, in order."""
-        self.replicas = [Replica(self, **settings) for _ in range(replicas)]
+        self.replicas = [Process(self, **settings) for _ in range(replicas)]
         self._turn = count()
         self._seq = 0
         self.state.on_written = self._on_written
@@ -319,7 +304,7 @@ class Ring:
         if seq in self.queued:
             self.deliver(seq)
 
-    def _next(self) -> Replica:
+    def _next(self) -> Process:
         return self.replicas[next(self._turn) % len(self.replicas)]
 
     # -- a stranger's view -----------------------------------------------------------------------------------

@@ -92,7 +92,6 @@ async def run(feed: _Feed, states: list[StreamState], looks: int) -> None:
         cast(Any, Driver(armed=list)),
         cast(Any, None),
         cast(Any, None),
-        cast(Any, None),
         cast(Any, SimpleNamespace(known=set)),
         cast(Any, SimpleNamespace(sweep=sweep)),
         look,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import NAME, REF
-from tests.support.ring import Replica, Ring, fail_nth, play
+from tests.support.ring import Process, Ring, fail_nth, play
 from timer_service.domain.model import Phase
 from timer_service.errors import Ambiguous, BrokerError, StorageFull, Unavailable
 from timer_service.ports import Fill, Schedule
@@ -333,7 +333,7 @@ def test_the_start_puts_what_is_missing_and_drops_what_has_no_timer() -> None:
         ring.schedules.standing_now["not a timer"] = (Schedule(99, -1, 0), b"")
         native = ring_of()
         native.state, native.schedules = ring.state, ring.schedules
-        native.replicas = [Replica(native, native=True)]
+        native.replicas = [Process(native, native=True)]
         async with native:
             await native.until(lambda: set(native.schedules.standing_now) == {REF}, "one schedule", within_s=5)
             assert schedule(native) == Schedule(3, 0, due_ms)

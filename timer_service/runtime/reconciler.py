@@ -20,7 +20,6 @@ from timer_service.runtime.lanes import Lanes
 from timer_service.runtime.leftovers import Leftovers
 from timer_service.runtime.problems import Problems
 from timer_service.runtime.resumes import DUPLICATE_WINDOW_MS, ResumeService
-from timer_service.runtime.terminals import Terminals
 
 EVIDENCE_INTERVAL_S = 2.0
 
@@ -46,7 +45,6 @@ class Reconciler:
         driver: Driver,
         lanes: Lanes,
         resumes: ResumeService,
-        terminals: Terminals,
         problems: Problems,
         sweeper: Sweeper,
         look: Callable[[], Awaitable[StreamState]],
@@ -62,7 +60,6 @@ class Reconciler:
         self._driver = driver
         self._lanes = lanes
         self._resumes = resumes
-        self._terminals = terminals
         self._problems = problems
         self._sweeper = sweeper
         self._look = look
@@ -74,7 +71,6 @@ class Reconciler:
         self._created = ""
         self._owed: str | None = None
         self._hint = asyncio.Event()
-        driver.look_after = self._look_after
 
     async def run(self) -> None:
         """Mend what a crash left, then watch and scan until cancelled."""
@@ -100,11 +96,6 @@ class Reconciler:
         except TimeoutError:
             return
         self._hint.clear()
-
-    def _look_after(self, armed: Armed) -> None:
-        """What the heap does with timers that do not wait."""
-        step = self._resumes.look_after if armed.phase is Phase.ELAPSED else self._terminals.resume
-        self._lanes.run(armed.key, partial(step, armed))
 
     def _after_start(self) -> None:
         """Between "elapsed" in the state and the resume in its stream a crash may have come."""
