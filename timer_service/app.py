@@ -186,7 +186,7 @@ class App:
         text = "the consumer does not answer; it is asked again"
         silent = [Reason("consumer_silent", resource, text) for resource, part in parts if not part.healthy]
         silent += [Reason("writes_unanswered", stream, _UNANSWERED) for stream in self.publisher.silent]
-        return self.roles.name.reasons + silent
+        return self.roles.reasons + silent
 
     def _details(self) -> dict[str, Any]:
         return {

@@ -88,6 +88,7 @@ class Roles:
         self.lease = Lease(connection, publisher, topology.DRIVER_LEASE, instance, log)
         self._driver = driver
         self._loops = loops
+        self._settled = False
         driver.lease_lasts = lambda: self.lease.held
         metrics.driving = lambda: driver.holds_lease
         self.lease.on_change(self._on_change)
@@ -95,6 +96,15 @@ class Roles:
 
     def _on_change(self) -> None:
         self._driver.holds_lease = self.lease.held
+        self._settled = self._settled or self.lease.held or self.lease.rival is not None
+
+    @property
+    def reasons(self) -> list[Reason]:
+        """What the roles have against being ready: at the start also that nobody knows yet who drives."""
+        if self._settled or not self.name.ours or self.lease.trouble is not None:
+            return self.name.reasons
+        text = "who drives is being found out: the lease is being read, or its last holder may yet live"
+        return [*self.name.reasons, Reason("role_pending", topology.LEASE_STREAM, text)]
 
     async def start(self) -> None:
         """Begin to contend for the name."""

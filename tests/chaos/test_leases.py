@@ -233,7 +233,7 @@ async def test_a_process_that_loses_its_name_stands_by(play: Play) -> None:
 
 
 async def test_a_process_that_restarts_has_its_name_at_once(play: Play) -> None:
-    """Killed or stopped: the next one under the name is never called a duplicate, and drives."""
+    """Killed or stopped: the next one under the name is never called a duplicate, and drives once it is ready."""
     service = await play.service()
     for end in (service.kill, service.stop):
         await is_driver(service)
@@ -241,6 +241,8 @@ async def test_a_process_that_restarts_has_its_name_at_once(play: Play) -> None:
         begun = time.monotonic()
         service.start()
         await service.ready()
+        ready = service.events("service.ready")[0]
+        assert ready["role"] == "driver", "it was ready before it knew who drives"
         await is_driver(service)
         print(f"ready and driving {time.monotonic() - begun:.2f} s after {end.__name__}")
         assert service.events("instance.duplicate") == []
