@@ -174,5 +174,5 @@ async def test_odd_arguments(timers: TimerClient, desk: Desk) -> None:
     with pytest.raises(CommandRejected, match="command_id"):
         await timers.start({"name": unique()}, delay_ms=1, command_id="")
     with pytest.raises(OutcomeUnknown):
-        await timers.start({"name": unique()}, delay_ms=HOUR_MS, timeout_ms=0)
+        await timers.cancel({"name": unique()}, wait_ms=10_000, timeout_ms=0)  # its outcome takes ten seconds
     assert not returned
