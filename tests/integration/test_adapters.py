@@ -105,7 +105,7 @@ async def test_what_was_in_flight_when_the_broker_died_is_ambiguous_at_once(
 
 async def test_a_silent_broker_is_ambiguous_after_the_time_out(broker: Broker) -> None:
     """Without a reply every kind of wait ends, and a late reply does no harm."""
-    connection = Connection(broker.url, name="test", timeout_ms=500)
+    connection = Connection(broker.url, name="test", timeout_ms=2_000)
     await connection.open()
     publisher = Publisher(connection)
     await publisher.start()

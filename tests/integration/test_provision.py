@@ -444,7 +444,7 @@ async def test_a_silent_broker_is_no_missing_permission(broker: Broker) -> None:
 async def test_an_account_without_jetstream_is_told(broker: Broker, tmp_path: Any) -> None:
     """A server without JetStream is no puzzle: the message says what to look at."""
     with Broker(tmp_path / "bare", extra_config="accounts: {N: {users: [{user: n, password: n}]}}") as bare:
-        opened = Connection(bare.url.replace("//", "//n:n@"), name="test", timeout_ms=1000)
+        opened = Connection(bare.url.replace("//", "//n:n@"), name="test", timeout_ms=5_000)
         await opened.open()
         with pytest.raises(BrokerError, match=r"(?i)jetstream"):
             await Provisioner(opened, SIZES).check()
