@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
@@ -14,7 +13,7 @@ from notify_consumer.errors import BadSetting
 from notify_consumer.outbox import FORMS, check_outbox
 from notify_consumer.policy import Policy
 from timer_service.client import DEFAULT_REPLY_PREFIX
-from timer_service.config import DEFAULT_NATS_URL, Address, Servers, check_reply_prefix
+from timer_service.config import DEFAULT_NATS_URL, Address, Servers, check_file, check_reply_prefix
 
 DEFAULT_OUTBOX = "sqlite:notify-consumer.db"
 DAY_MS = 86_400_000
@@ -36,12 +35,6 @@ def _outbox(url: str) -> str:
     return url
 
 
-def _file(path: str) -> str:
-    if not Path(path).is_file():
-        raise ValueError("must be a file that is there")
-    return path
-
-
 class Settings(BaseSettings):
     """What ``notify-consumer serve`` runs with. Every value is checked before anything is connected."""
 
@@ -54,7 +47,7 @@ class Settings(BaseSettings):
         Field(validation_alias="NOTIFY_CONSUMER_NATS_URL", description="URL of the NATS server or cluster"),
     ] = DEFAULT_NATS_URL
     creds: Annotated[
-        Annotated[str, AfterValidator(_file)] | None,
+        Annotated[str, AfterValidator(check_file)] | None,
         Field(validation_alias="NOTIFY_CONSUMER_NATS_CREDS", description="credentials file for NATS"),
     ] = None
     http: Annotated[Address, Field(description="HOST:PORT for /healthz, /readyz and /metrics")] = "127.0.0.1:8081"

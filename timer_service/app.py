@@ -96,7 +96,7 @@ class App:
         snapshots, wakes = JetStreamSnapshots(publisher), JetStreamWakes(publisher)
         resumes = JetStreamResumes(publisher)
         ports = Ports(state, archive, snapshots, resumes, wakes, JetStreamPublicity(publisher, self.connection))
-        self.replica = replica = Replica(ports, clock, metrics, log, self._rules())
+        replica = Replica(ports, clock, metrics, log, self._rules())
         self.driver, self.commands, self.lanes = replica.driver, replica.commands, replica.lanes
         self.archived, self.admission, self.problems = replica.archived, replica.admission, replica.problems
         self.native: NativeWaits | None = None

@@ -32,7 +32,8 @@ def check_servers(urls: str) -> str:
     return urls
 
 
-def _file(path: str) -> str:
+def check_file(path: str) -> str:
+    """``path``, where a file is there. Raises ValueError."""
     if not Path(path).is_file():
         raise ValueError("must be a file that is there")
     return path
@@ -70,7 +71,7 @@ class Settings(BaseSettings):
         Field(validation_alias="DURABLE_TIMER_NATS_URL", description="URLs of NATS servers, with commas"),
     ] = DEFAULT_NATS_URL
     creds: Annotated[
-        Annotated[str, AfterValidator(_file)] | None,
+        Annotated[str, AfterValidator(check_file)] | None,
         Field(validation_alias="DURABLE_TIMER_NATS_CREDS", description="credentials file for NATS"),
     ] = None
     http: Annotated[Address, Field(description="HOST:PORT for /healthz, /readyz and /metrics")] = "127.0.0.1:8080"

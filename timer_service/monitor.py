@@ -14,12 +14,11 @@ from timer_service.http import Readiness, Reason
 from timer_service.jetstream import permissions
 from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.provision import BLOCKING, Finding, Provisioner
-from timer_service.jetstream.watch import Watch
+from timer_service.jetstream.watch import MAX_SKEW_MS, Watch
 from timer_service.metrics import Metrics
 from timer_service.runtime.admission import Admission
 from timer_service.urls import shown_url
 
-MAX_SKEW_MS = 250
 _RETRY_S = 1.0
 _FILL_INTERVAL_S = 1.0
 _READY_INTERVAL_S = 0.05

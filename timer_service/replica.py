@@ -67,7 +67,7 @@ class Replica:
     """The ring from command to resume, wired. Feed it with ``commands.handle`` and ``wakes.handle``; run ``driver``."""
 
     def __init__(self, ports: Ports, clock: Clock, metrics: Metrics, log: Any, rules: Rules) -> None:
-        self.ports, self.metrics, self._log = ports, metrics, log
+        self._log = log
         self.recent, self.problems = Recent(), Problems(metrics, log)
         self.lanes = Lanes(self._failed)
         self.archived = Archived(rules.wall_ms or clock.now_ms, rules.markers_ms)

@@ -32,6 +32,10 @@ FEEDBACK_LANE = ""
 """Where answered rows wait. No flow has this name."""
 
 
+CLOCK_STEP_MS = 1_000
+"""A store's clock that goes back by less than this is no step: what was to happen is not put off for it."""
+
+
 def storable(text: str) -> str:
     """``text`` with what not every store takes (NUL, half a surrogate pair) replaced: it must not hold up a row."""
     return text.encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
@@ -64,6 +68,11 @@ class Feedback(msgspec.Struct, frozen=True):
 
     kind: FeedbackKind
     body: dict[str, Any]
+
+
+def read_feedback(text: str | None) -> Feedback | None:
+    """The feedback that a store keeps as JSON."""
+    return None if text is None else msgspec.json.decode(text, type=Feedback)
 
 
 class Claim(msgspec.Struct, frozen=True):

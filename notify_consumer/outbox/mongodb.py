@@ -27,6 +27,7 @@ from pymongo.uri_parser import parse_uri
 from notify_consumer.errors import BadSetting, LeaseLost, OutboxUnavailable
 from notify_consumer.outbox import mongodb_steps as steps
 from notify_consumer.outbox.base import (
+    CLOCK_STEP_MS,
     FEEDBACK_LANE,
     Claim,
     Feedback,
@@ -35,6 +36,7 @@ from notify_consumer.outbox.base import (
     State,
     Survey,
     Waiting,
+    read_feedback,
     storable,
 )
 from notify_consumer.outbox.mongodb_steps import Document
@@ -43,7 +45,6 @@ from timer_service.urls import hide_secrets, shown_url
 T = TypeVar("T")
 SCHEMA_VERSION = 1
 DATABASE = "notify_consumer"
-CLOCK_STEP_MS = 1_000
 DEADLINE_S = 6.0
 """An operation on the server fails after this, whatever the server and the network do."""
 _SELECTION_MS = 3_000
@@ -327,16 +328,12 @@ def _claim(row: Document) -> Claim:
         body=row["body"],
         attempts=row["attempts"],
         sends=row["sends"],
-        feedback=_feedback(row),
+        feedback=read_feedback(row["feedback"]),
         owner=row["owner"],
         token=row["token"],
         expires_at_ms=row["claimable_at"],
         waited_ms=row["updated_at"] - row["waited_from"],
     )
-
-
-def _feedback(row: Document) -> Feedback | None:
-    return None if row["feedback"] is None else msgspec.json.decode(row["feedback"], type=Feedback)
 
 
 def _row(row: Document) -> Row:
@@ -345,7 +342,7 @@ def _row(row: Document) -> Row:
         **{field: row[field] for field in same},
         resume_id=row["_id"],
         state=State(row["state"]),
-        feedback=_feedback(row),
+        feedback=read_feedback(row["feedback"]),
         claimable_at_ms=row["claimable_at"],
         inserted_at_ms=row["inserted_at"],
         updated_at_ms=row["updated_at"],

@@ -14,19 +14,19 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Iterator
-from datetime import datetime
 from typing import Any
 
 import msgspec
 
 from notify_consumer.errors import OutboxUnavailable
-from notify_consumer.outbox.nats_index import CLOCK_STEP_MS
+from notify_consumer.outbox.base import CLOCK_STEP_MS
 from notify_consumer.outbox.nats_record import HEADER, Record, UnreadableRow, decode, encode
-from timer_service.errors import BrokerError, Forbidden, NotFound, RequestRefused
+from timer_service.errors import BrokerError, Forbidden, NotFound
 from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.publish import Message, Publisher
-from timer_service.jetstream.stores import LastMessages
+from timer_service.jetstream.stores import LastMessages, delete_message
+from timer_service.jetstream.watch import stamp_ms
 from timer_service.urls import shown_url
 
 INSERT_UP_TO = 0.75
@@ -34,7 +34,6 @@ INSERT_UP_TO = 0.75
 TERSE_FROM = 0.85
 """So full a bucket keeps no long errors, which are what rows can grow by without end."""
 _OVERHEAD_BYTES = 200
-_GONE_CODES = frozenset({10043, 10057})
 _MUST_BE = {
     "storage": "file",
     "retention": "limits",
@@ -177,7 +176,7 @@ class Bucket:
                 info = await self.publisher.api(f"STREAM.INFO.{self.stream}")
             except NotFound:
                 return None
-        self.clock.sample(_ms(info["ts"]), asked_s, loop.time())
+        self.clock.sample(stamp_ms(info["ts"]), asked_s, loop.time())
         config, state = info["config"], info["state"]
         self._reader = LastMessages(self.publisher, self.stream, config["num_replicas"])
         size = config["max_bytes"] if config["max_bytes"] > 0 else math.inf
@@ -224,7 +223,7 @@ class Bucket:
         return [stored for stored in found if stored.record is not None]
 
     def _stored(self, message: Message) -> Stored:
-        stored_ms = math.ceil(_ms(message.headers[topology.STORED_HEADER]))
+        stored_ms = math.ceil(stamp_ms(message.headers[topology.STORED_HEADER]))
         if topology.KV_OPERATION_HEADER in message.headers:
             return Stored(None, message.seq, stored_ms)
         try:
@@ -246,15 +245,7 @@ class Bucket:
 
         Raises BrokerError.
         """
-        try:
-            await self.publisher.api(f"STREAM.MSG.DELETE.{self.stream}", {"seq": seq, "no_erase": True})
-        except NotFound:
-            return False
-        except RequestRefused as error:
-            if error.err_code not in _GONE_CODES:
-                raise
-            return False
-        return True
+        return await delete_message(self.publisher, self.stream, seq)
 
     @contextlib.contextmanager
     def broker_errors(self) -> Iterator[None]:
@@ -263,9 +254,3 @@ class Bucket:
             yield
         except BrokerError as error:
             raise OutboxUnavailable(f"{self.stream}: {error}") from error
-
-
-def _ms(stamp: str) -> float:
-    """Milliseconds since the epoch of an instant as the broker writes it, with nanoseconds."""
-    whole, _, fraction = stamp.removesuffix("Z").partition(".")
-    return datetime.fromisoformat(f"{whole}+00:00").timestamp() * 1000 + float(f"0.{fraction or 0}") * 1000

@@ -13,12 +13,11 @@ from itertools import islice
 
 import msgspec
 
-from notify_consumer.outbox.base import State, Survey, Waiting
+from notify_consumer.outbox.base import CLOCK_STEP_MS, State, Survey, Waiting
 from notify_consumer.outbox.nats_record import Place
 
 _Heap = list[tuple[int, int, str]]
 _SLACK = 64
-CLOCK_STEP_MS = 1_000
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from notify_consumer.errors import BadSetting, LeaseLost, OutboxUnavailable
 from notify_consumer.outbox.base import (
+    CLOCK_STEP_MS,
     FEEDBACK_LANE,
     Claim,
     Feedback,
@@ -30,6 +31,7 @@ from notify_consumer.outbox.base import (
     State,
     Survey,
     Waiting,
+    read_feedback,
     storable,
 )
 from notify_consumer.outbox.gathering import Gathered
@@ -37,7 +39,6 @@ from notify_consumer.outbox.postgres_connections import Connections, Session
 from notify_consumer.outbox.postgres_statements import MIGRATIONS, Statements
 
 SCHEMA = "notify_consumer"
-CLOCK_STEP_MS = 1_000
 LOCK_TIMEOUT_MS = 2_000
 STATEMENT_TIMEOUT_MS = 5_000
 _LANE_CHARS = 200  # of a flow's name; what is longer does not fit into an index
@@ -260,16 +261,12 @@ def _claim(found: tuple[Any, ...], owner: str, token: str, lease_ms: int) -> Cla
         body=body,
         attempts=attempts,
         sends=sends,
-        feedback=_feedback(feedback),
+        feedback=read_feedback(feedback),
         owner=owner,
         token=token,
         expires_at_ms=now_ms + lease_ms,
         waited_ms=now_ms - since_ms,
     )
-
-
-def _feedback(text: str | None) -> Feedback | None:
-    return None if text is None else msgspec.json.decode(text, type=Feedback)
 
 
 def _row(found: tuple[Any, ...]) -> Row:
@@ -282,7 +279,7 @@ def _row(found: tuple[Any, ...]) -> Row:
         attempts=attempts,
         sends=sends,
         body=body,
-        feedback=_feedback(feedback),
+        feedback=read_feedback(feedback),
         settled=settled,
         last_error=last_error,
         owner=owner,

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from notify_consumer.errors import LeaseLost
 from notify_consumer.outbox.base import (
+    CLOCK_STEP_MS,
     FEEDBACK_LANE,
     Claim,
     Feedback,
@@ -25,11 +26,11 @@ from notify_consumer.outbox.base import (
     State,
     Survey,
     Waiting,
+    read_feedback,
     storable,
 )
 from notify_consumer.outbox.thread import SqliteThread
 
-CLOCK_STEP_MS = 1_000
 _PRUNE_BATCH = 5_000
 
 _INSERT = """
@@ -261,7 +262,7 @@ def _leased(db: sqlite3.Connection, now_ms: int, row: sqlite3.Row, lease: _Lease
         body=row["body"],
         attempts=row["attempts"] + (not answered),
         sends=row["sends"] + answered,
-        feedback=_feedback(row),
+        feedback=read_feedback(row["feedback"]),
         owner=lease.owner,
         token=lease.token,
         expires_at_ms=now_ms + lease.lease_ms,
@@ -300,15 +301,10 @@ def _counts(db: sqlite3.Connection, _now_ms: int = 0) -> dict[State, int]:
     return {state: found.get(state, 0) for state in State}
 
 
-def _feedback(row: sqlite3.Row) -> Feedback | None:
-    text: str | None = row["feedback"]
-    return None if text is None else msgspec.json.decode(text, type=Feedback)
-
-
 def _row(found: sqlite3.Row) -> Row:
     values: dict[str, Any] = {name: found[name] for name in Row.__struct_fields__ if name in found.keys()}  # noqa: SIM118
     return Row(
-        **{**values, "state": State(found["state"]), "feedback": _feedback(found)},
+        **{**values, "state": State(found["state"]), "feedback": read_feedback(found["feedback"])},
         claimable_at_ms=found["claimable_at"],
         inserted_at_ms=found["inserted_at"],
         updated_at_ms=found["updated_at"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -18,22 +18,6 @@ from timer_service.jetstream.follow import Follower
 from timer_service.jetstream.publish import Publisher
 
 HARD = pytest.mark.parametrize("hard", [True, False], ids=["killed", "stopped"])
-
-
-@pytest.fixture
-async def connection(broker: Broker) -> AsyncIterator[Connection]:
-    opened = Connection(broker.url, name="test")
-    await opened.open()
-    yield opened
-    await opened.close()
-
-
-@pytest.fixture
-async def publisher(connection: Connection) -> AsyncIterator[Publisher]:
-    started = Publisher(connection)
-    await started.start()
-    yield started
-    await started.stop()
 
 
 async def stream(connection: Connection, name: str, **config: Any) -> None:

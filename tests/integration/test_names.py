@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from notify_consumer.app import App
 from notify_consumer.outbox.base import State
-from tests.support.broker import Broker
 from tests.support.notify import until
 from tests.support.notify_bench import Bench, codes, reaches
 from timer_service.jetstream import topology
 
 KEY = topology.name_lease(topology.NOTIFY_CONSUMER, "test")
-
-
-@pytest.fixture
-async def bench(broker: Broker, tmp_path: Path) -> AsyncIterator[Bench]:
-    made = Bench(broker.url, tmp_path)
-    await made.connect()
-    await made.provide_streams()
-    yield made
-    await made.nats.close()
 
 
 def is_duplicate(app: App) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from notify_consumer.app import App
 from notify_consumer.cli import app as command_line
 from notify_consumer.outbox.base import State
 from notify_consumer.relay import SENDING_LIMIT
-from tests.support.broker import Broker
 from tests.support.notify import resume_body, until
 from tests.support.notify_bench import Bench, codes, reaches
 from tests.support.outbox_urls import on_all_stores, on_two_stores, outbox_url
@@ -30,15 +29,6 @@ __all__ = ["outbox_url"]
 CONCURRENCY = 32
 SHARE = 16
 NEVER_MS = 86_400_000
-
-
-@pytest.fixture
-async def bench(broker: Broker, tmp_path: Path) -> AsyncIterator[Bench]:
-    made = Bench(broker.url, tmp_path)
-    await made.connect()
-    await made.provide_streams()
-    yield made
-    await made.nats.close()
 
 
 @pytest.fixture

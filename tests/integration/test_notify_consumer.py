@@ -6,7 +6,6 @@ import asyncio
 import sqlite3
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,6 @@ from tests.support.broker import Broker
 from tests.support.notify import resume_body, resume_bytes, until
 from tests.support.notify_bench import Bench, codes, reaches
 from timer_service.jetstream.topology import LEASE_STREAM, RESUME_CONSUMER, RESUME_SERVICE, RESUMES
-
-
-@pytest.fixture
-async def bench(broker: Broker, tmp_path: Path) -> AsyncIterator[Bench]:
-    made = Bench(broker.url, tmp_path)
-    await made.connect()
-    await made.provide_streams()
-    yield made
-    await made.nats.close()
-
 
 # -- the way through ------------------------------------------------------------------------------------------
 

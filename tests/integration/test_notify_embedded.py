@@ -6,7 +6,6 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,8 @@ import structlog
 from notify_consumer import Context, Resume
 from notify_consumer.app import NotifyConsumer
 from notify_consumer.outbox.base import State
-from tests.support.broker import Broker
 from tests.support.notify import until
 from tests.support.notify_bench import Bench, codes, gets_ready, reaches
-
-
-@pytest.fixture
-async def bench(broker: Broker, tmp_path: Path) -> AsyncIterator[Bench]:
-    made = Bench(broker.url, tmp_path)
-    await made.connect()
-    await made.provide_streams()
-    yield made
-    await made.nats.close()
 
 
 def program_settings() -> list[Any]:

@@ -59,18 +59,7 @@ async def configs(connection: Connection) -> dict[str, dict[str, Any]]:
 
 
 async def make_stream(connection: Connection, spec: StreamSpec, **other: Any) -> None:
-    """Tried again while the broker still removes the folder of one of that name which was deleted before."""
-
-    async def made() -> bool:
-        try:
-            await connection.api(f"STREAM.CREATE.{spec.name}", {**spec.config(1), **other})
-        except RequestRefused as refused:
-            if refused.err_code == STORE_FAILED:
-                return False
-            raise
-        return True
-
-    await eventually(made)
+    await Provisioner(connection, SIZES)._call(f"STREAM.CREATE.{spec.name}", {**spec.config(1), **other}, spec.name)
 
 
 async def test_a_store_that_can_not_be_made_yet_is_made_again(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
 
-from tests.support.broker import Broker
 from tests.support.service import eventually, name_ref, now_ms, unique
 from timer_service.domain.model import MAX_DUE_MS
 from timer_service.errors import RequestRefused
@@ -17,28 +15,13 @@ from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.permissions import missing_permissions
 from timer_service.jetstream.provision import UNSUPPORTED, Provisioner
 from timer_service.jetstream.publish import Message, Publisher
-from timer_service.jetstream.schedules import JetStreamSchedules, instant, read_schedule
+from timer_service.jetstream.schedules import JetStreamSchedules, read_schedule
 from timer_service.jetstream.topology import SCHEDULES, Sizes
+from timer_service.wire.instants import format_instant
 from timer_service.wire.records import decode_wake
 
 SPEC = next(spec for spec in topology.streams(Sizes()) if spec.name == SCHEDULES)
 FLAG = topology.SCHEDULES_FLAG
-
-
-@pytest.fixture
-async def connection(broker: Broker) -> AsyncIterator[Connection]:
-    opened = Connection(broker.url, name="test")
-    await opened.open()
-    yield opened
-    await opened.close()
-
-
-@pytest.fixture
-async def publisher(connection: Connection) -> AsyncIterator[Publisher]:
-    started = Publisher(connection)
-    await started.start()
-    yield started
-    await started.stop()
 
 
 @pytest.fixture
@@ -60,7 +43,7 @@ async def test_a_schedule_becomes_a_wake_that_runs_out(
     wake = cast(Message, await eventually(look))
     assert wake.headers["Durable-Timer-Occurrence"] == f"{timer_ref}.3"
     assert wake.headers[topology.TTL_HEADER] == f"{topology.WAKE_TTL_S}s"
-    assert wake.headers["Nats-Time-Stamp"] >= instant(due_ms)[:-1]
+    assert wake.headers["Nats-Time-Stamp"] >= format_instant(due_ms)[:-1]
     decoded = decode_wake(wake.data)
     assert (decoded.timer_ref, decoded.generation, decoded.woken_at_ms, decoded.revision) == (timer_ref, 3, None, 17)
     assert await schedules.find(timer_ref) is None
@@ -119,9 +102,9 @@ def test_what_is_none_of_ours_is_told_apart(headers: dict[str, str]) -> None:
 def test_instants_are_exact_to_the_millisecond() -> None:
     """Rounded down they would be early, and after 2200 or before 1970 nothing is asked for."""
     for at_ms in (0, 1, 999, 1_700_000_000_001, MAX_DUE_MS):
-        headers = {"Durable-Timer-Occurrence": f"{name_ref('a')}.4", "Nats-Schedule": f"@at {instant(at_ms)}"}
+        headers = {"Durable-Timer-Occurrence": f"{name_ref('a')}.4", "Nats-Schedule": f"@at {format_instant(at_ms)}"}
         assert read_schedule(1, name_ref("a"), headers).at_ms == at_ms
-    assert instant(1_700_000_000_001) == "2023-11-14T22:13:20.001Z"
+    assert format_instant(1_700_000_000_001) == "2023-11-14T22:13:20.001Z"
 
 
 # -- a stream without them --------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from notify_consumer.outbox.base import FEEDBACK_LANE, Feedback, State
-from notify_consumer.outbox.nats_bucket import BrokerClock, _ms
+from notify_consumer.outbox.nats_bucket import BrokerClock
 from notify_consumer.outbox.nats_index import Index
 from notify_consumer.outbox.nats_record import VERSION, Place, Record, TooLarge, UnreadableRow, decode, encode, key_of
+from timer_service.jetstream.watch import stamp_ms
 
 PENDING = Place(VERSION, State.PENDING, "x", 0)
 
@@ -55,7 +56,7 @@ def test_the_brokers_time_lies_between_the_bounds(offset_ms: int, out_s: float, 
 )
 def test_instants_of_the_broker(stamp: str, ms: float) -> None:
     """With any number of digits behind the point."""
-    assert _ms(stamp) == pytest.approx(ms, abs=0.001)
+    assert stamp_ms(stamp) == pytest.approx(ms, abs=0.001)
 
 
 # -- the index ------------------------------------------------------------------------------------------------

@@ -19,10 +19,9 @@ from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.permissions import missing_permissions
 from timer_service.jetstream.provision import Finding, Provisioner
-from timer_service.jetstream.watch import Watch
+from timer_service.jetstream.watch import MAX_SKEW_MS, Watch
 from timer_service.urls import shown_url
 
-MAX_SKEW_MS = 250
 _HINTS = {
     "server_too_old": "upgrade nats-server",
     "permission_denied": "grant the account what the message names",

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from timer_service.errors import BrokerError, Forbidden, NotFound, RequestRefused
+from timer_service.errors import BrokerError, Forbidden, NotFound
 from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.topology import ConsumerSpec, Sizes, StreamSpec
@@ -19,7 +19,7 @@ from timer_service.jetstream.topology import ConsumerSpec, Sizes, StreamSpec
 MIN_SERVER = (2, 12, 0)
 UNSUPPORTED = "schedules_unsupported"
 STORE_FAILED = 10049
-STORE_TRIES, _STORE_AGAIN_S = 5, 0.2
+STORE_TRIES, _STORE_AGAIN_S = 6, 0.2
 BLOCKING = frozenset({"missing", "subject_taken"})
 """Findings that leave the ring nothing to run on."""
 
@@ -173,24 +173,16 @@ class Provisioner:
         return [f"created consumer {spec.name}"]
 
     async def _call(self, request: str, body: dict[str, Any], resource: str) -> None:
-        try:
-            for _ in range(STORE_TRIES):
-                if await self._done(request, body):
-                    return
+        """Where the broker can't make the store it is tried again: it may still be removing one of that name."""
+        for tries_left in reversed(range(STORE_TRIES)):
+            try:
+                await self._api(request, body)
+            except BrokerError as error:
+                if not tries_left or getattr(error, "err_code", 0) != STORE_FAILED:
+                    raise type(error)(f"{resource}: {error}") from error
                 await asyncio.sleep(_STORE_AGAIN_S)
-            await self._api(request, body)
-        except BrokerError as error:
-            raise type(error)(f"{resource}: {error}") from error
-
-    async def _done(self, request: str, body: dict[str, Any]) -> bool:
-        """False where the broker can't make the store: it may still be removing one of that name."""
-        try:
-            await self._api(request, body)
-        except RequestRefused as refused:
-            if refused.err_code == STORE_FAILED:
-                return False
-            raise
-        return True
+            else:
+                return
 
 
 async def create_consumer(connection: Connection, spec: ConsumerSpec) -> None:

@@ -11,14 +11,14 @@ from datetime import UTC, datetime, timedelta
 
 from timer_service.domain.identity import TimerRef, occurrence_id, parse_occurrence_id
 from timer_service.domain.model import Wake
-from timer_service.errors import BrokerError
 from timer_service.jetstream import topology
 from timer_service.jetstream.connection import Connection
 from timer_service.jetstream.consume import Delivery
 from timer_service.jetstream.publish import Publisher
-from timer_service.jetstream.stores import LastMessages, names_no_message
+from timer_service.jetstream.stores import LastMessages, delete_message
 from timer_service.jetstream.watch import read_all
 from timer_service.ports import Fill, Schedule, ScheduleStream
+from timer_service.wire.instants import format_instant
 from timer_service.wire.records import encode_wake
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -42,7 +42,7 @@ class JetStreamSchedules:
             topology.schedule_subject(timer_ref),
             encode_wake(Wake(timer_ref, generation, None, revision)),
             {
-                topology.SCHEDULE_HEADER: _AT + instant(at_ms),
+                topology.SCHEDULE_HEADER: _AT + format_instant(at_ms),
                 topology.SCHEDULE_TARGET_HEADER: topology.wake_subject(timer_ref),
                 topology.SCHEDULE_TTL_HEADER: _TTL,
                 topology.OCCURRENCE_HEADER: occurrence_id(timer_ref, generation),
@@ -55,13 +55,7 @@ class JetStreamSchedules:
         return None if message is None else read_schedule(message.seq, timer_ref, message.headers)
 
     async def drop(self, seq: int) -> bool:
-        try:
-            await self._publisher.api(f"STREAM.MSG.DELETE.{topology.SCHEDULES}", {"seq": seq, "no_erase": True})
-        except BrokerError as error:
-            if not names_no_message(error):
-                raise
-            return False
-        return True
+        return await delete_message(self._publisher, topology.SCHEDULES, seq)
 
     async def standing(self) -> dict[str, Schedule]:
         found: dict[str, Schedule] = {}
@@ -87,11 +81,6 @@ def read_schedule(seq: int, timer_ref: str, headers: Mapping[str, str]) -> Sched
     except ValueError:
         return Schedule(seq, -1, 0)
     return Schedule(seq, generation if owner == timer_ref else -1, at_ms)
-
-
-def instant(at_ms: int) -> str:
-    """RFC 3339 to the millisecond, in UTC."""
-    return (_EPOCH + at_ms * _MS).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _epoch_ms(schedule: str) -> int:

@@ -156,19 +156,21 @@ class JetStreamSnapshots:
         return JsonText(message.data)
 
     async def delete(self, seq: int) -> None:
-        await _delete(self._publisher, topology.SNAPSHOTS, seq)
+        await delete_message(self._publisher, topology.SNAPSHOTS, seq)
 
 
-async def _delete(publisher: Publisher, stream: str, seq: int) -> None:
-    """Remove one message; what is not there any more needs no removal."""
+async def delete_message(publisher: Publisher, stream: str, seq: int) -> bool:
+    """Remove one message; False when it is not there any more. Raises BrokerError."""
     try:
         await publisher.api(f"STREAM.MSG.DELETE.{stream}", {"seq": seq, "no_erase": True})
     except BrokerError as error:
-        if not names_no_message(error):
+        if not _names_no_message(error):
             raise
+        return False
+    return True
 
 
-def names_no_message(error: BrokerError) -> bool:
+def _names_no_message(error: BrokerError) -> bool:
     """The broker answers a delete of what is not there with one of these."""
     return isinstance(error, NotFound) or getattr(error, "err_code", 0) in (10043, 10057)
 
@@ -199,7 +201,7 @@ class JetStreamResumes:
         return await self._read_standing()
 
     async def drop(self, seq: int) -> None:
-        await _delete(self._publisher, topology.RESUMES, seq)
+        await delete_message(self._publisher, topology.RESUMES, seq)
 
     async def _all_standing(self) -> dict[str, int]:
         """What stands in the stream, by resume id: read once for all who ask within a few seconds.

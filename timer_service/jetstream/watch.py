@@ -19,6 +19,7 @@ from timer_service.ports import Fill, StreamState
 
 _WATCHED = (topology.STATE_STREAM, topology.SNAPSHOTS, topology.TERMINALS, topology.RESUMES)
 ACCOUNT = "account"
+MAX_SKEW_MS = 250
 _SWEEP_BATCH = 64
 _SWEEP_PATIENCE_S = 60
 
@@ -60,7 +61,7 @@ class Watch:
 
     def _note_skew(self, before_ms: int, after_ms: int, broker_time: str) -> None:
         """The broker read its clock somewhere between: only what lies outside is skew for sure."""
-        broker_ms = datetime.fromisoformat(_micros(broker_time)).timestamp() * 1000
+        broker_ms = stamp_ms(broker_time)
         if broker_ms < before_ms:
             self.skew_ms = before_ms - broker_ms
         elif broker_ms > after_ms + 1:
@@ -69,11 +70,10 @@ class Watch:
             self.skew_ms = 0.0
 
 
-def _micros(text: str) -> str:
-    """RFC 3339 with nanoseconds cut to what ``fromisoformat`` takes."""
-    whole, _, rest = text.partition(".")
-    digits = rest.rstrip("Z")
-    return f"{whole}.{digits[:6].ljust(6, '0')}+00:00" if digits.isdigit() else text.replace("Z", "+00:00")
+def stamp_ms(stamp: str) -> float:
+    """Milliseconds since the epoch of an instant as the broker writes it, with nanoseconds."""
+    whole, _, fraction = stamp.removesuffix("Z").partition(".")
+    return datetime.fromisoformat(f"{whole}+00:00").timestamp() * 1000 + float(f"0.{fraction or 0}") * 1000
 
 
 def _fill(info: dict[str, Any]) -> Fill:
